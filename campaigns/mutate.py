@@ -55,9 +55,10 @@ class Group:
 
 CAUSES = ("tests/diagnosis/test_causes.py", "tests/diagnosis/test_decided.py")
 MODES = ("graph", "eager", "steps4")
+FIRST = tuple(f"first_and_last_step_bad[{build}]" for build in ("plain", "unbuilt"))
 SHARP = (
     *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in MODES),
-    *("tests/transaction/test_transaction.py::test_first_step_bad", "tests/transaction/test_transaction.py::test_unbuilt_model"),
+    *(f"tests/transaction/test_transaction.py::test_{name}" for name in FIRST),
     *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )
@@ -65,7 +66,8 @@ SHARP = (
 
 FITS = (
     *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in ("xla", "steps4")),
-    *(f"tests/transaction/test_transaction.py::test_{name}" for name in ("unbuilt_model", "every_batch_bad[steps4]")),
+    f"tests/transaction/test_transaction.py::test_{FIRST[1]}",
+    "tests/transaction/test_transaction.py::test_every_batch_bad[steps4]",
     "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
 )
 """Fewer of them for TensorFlow, because tests of single steps cover most of the same."""

@@ -73,8 +73,7 @@ DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 
 COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
 COMPILED += ("every kind", "memorised", "DataLoader")
-"""Words in the name of a shared test that runs on TensorFlow: most of these need a compiled step.
-"""
+"""Words in the name of a shared test that runs on TensorFlow; most need a compiled step."""
 
 BACKENDS = ("torch", "tensorflow", "jax")
 """Backends of shared tests: the first one that can run a test runs it. PyTorch compiles nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import keras
-import numpy as np
 import pytest
 from keras import ops
 from support import zoo
@@ -29,10 +28,6 @@ class Traced:
         return ops.mean(ops.square(y_true - y_pred), -1)
 
 
-def fit(model, data, guard):
-    model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard] if guard else [])
-
-
 def network(optimizer="adam", **compiled):
     """Return a small model with a random seed in its state."""
     body = [keras.layers.Dense(2), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
@@ -47,7 +42,7 @@ def fitted(times, mode="graph"):
     model = network(loss=loss, **zoo.MODES[mode])
     for _ in range(times):
         guards.append(NanGuard(verbose=0))
-        fit(model, data, guards[-1])
+        zoo.fit(model, data, guards[-1])
     return model, loss, guards
 
 
@@ -58,11 +53,11 @@ def test_traced_once(mode):
     model, loss, _ = fitted(1, mode)
     before = loss.count
     for _ in range(3):
-        fit(model, zoo.regression(), NanGuard(verbose=0))
+        zoo.fit(model, zoo.regression(), NanGuard(verbose=0))
     assert loss.count == before > 0
 
 
-@pytest.mark.daily("graph", "steps4")
+@pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_numbers(mode):
     """As without the bad batches; each guard reports its own incidents."""
@@ -76,13 +71,12 @@ def test_the_same_numbers(mode):
         model = zoo.plain(**zoo.MODES[mode])
         guards = [NanGuard(verbose=0) for _ in range(2)] if guarded else [None] * 2
         for guard in guards:
-            fit(model, data if guarded else data.without(bad), guard)
+            zoo.fit(model, data if guarded else data.without(bad), guard)
         runs.append((model, guards))
     (guarded, guards), (oracle, _) = runs
     exact = mode == "graph" and keras.backend.backend() == "tensorflow"
-    for one, other in zip([*guarded.variables, *guarded.optimizer.variables], [*oracle.variables, *oracle.optimizer.variables]):
-        tolerance = 0.0 if exact else 1e-5
-        np.testing.assert_allclose(ops.convert_to_numpy(one), ops.convert_to_numpy(other), rtol=tolerance, atol=tolerance)
+    ends = [[*model.variables, *model.optimizer.variables] for model in (guarded, oracle)]
+    zoo.assert_same(*ends, 0.0 if exact else 1e-5)
     assert [[i.step for i in guard.incidents] for guard in guards] == [list(bad)] * 2
     assert all(incident.diagnosis.samples == (2,) for guard in guards for incident in guard.incidents)
 
@@ -100,11 +94,12 @@ def test_traced_again(change):
     model, loss, _ = fitted(1)
     before = loss.count
     change(model)
-    fit(model, zoo.regression(), NanGuard(verbose=0))
+    zoo.fit(model, zoo.regression(), NanGuard(verbose=0))
     assert loss.count > before
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX trains no other weights without `compile`, it raises")
+@pytest.mark.daily("frozen")
 @pytest.mark.parametrize("first", ["frozen", "trained"])
 def test_trainable_is_changed_without_compile(first):
     """Stock Keras keeps its train function until `compile`, and so does a guarded fit."""
@@ -114,24 +109,23 @@ def test_trainable_is_changed_without_compile(first):
         model = network()
         model.layers[0].trainable = first == "trained"
         model.compile("adam", "mse")
-        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[0] else None)
+        zoo.fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[0] else None)
         model.layers[0].trainable = first == "frozen"
-        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[1] else None)
+        zoo.fit(model, zoo.regression(), NanGuard(verbose=0) if guarded[1] else None)
         weights.append(model.get_weights())
     plain, *others = weights
     for other in others:
-        for one, two in zip(plain, other, strict=True):
-            np.testing.assert_array_equal(one, two)
+        zoo.assert_same(plain, other)
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX makes a train function for each fit")
 def test_the_trace_of_keras_is_restored():
     """A plain fit after a guarded one traces nothing that an earlier plain one has traced."""
     model, loss, _ = fitted(0)
-    fit(model, zoo.regression(), None)
-    fit(model, zoo.regression(), NanGuard(verbose=0))
+    zoo.fit(model, zoo.regression())
+    zoo.fit(model, zoo.regression(), NanGuard(verbose=0))
     before = loss.count
-    fit(model, zoo.regression(), None)
+    zoo.fit(model, zoo.regression())
     assert loss.count == before
 
 
@@ -141,7 +135,7 @@ def test_another_policy():
     before = loss.count
     guard = NanGuard("observe", verbose=0, diagnose=False)
     data = zoo.poison(zoo.regression(), 2)
-    fit(model, data, guard)
+    zoo.fit(model, data, guard)
     assert loss.count > before and not guard.incidents[0].refused
     assert zoo.bad_entries(model)
 
@@ -156,13 +150,12 @@ def test_a_step_that_was_changed_for_its_fit():
         start = model.get_weights()
         rule = {"name": "act", "do": {"lower_lr": {"factor": 0.25}}}
         first = NanGuard(rules=[rule], verbose=0, diagnose=False)
-        fit(model, zoo.poison(zoo.regression(), 2), first)
+        zoo.fit(model, zoo.poison(zoo.regression(), 2), first)
         assert [o.action for o in first.incidents[0].outcomes if o.status == "done"] == ["lower_lr"]
         model.set_weights(start)
-        fit(model, zoo.regression(), NanGuard(verbose=0) if guarded else None)
+        zoo.fit(model, zoo.regression(), NanGuard(verbose=0) if guarded else None)
         weights.append(model.get_weights())
-    for one, other in zip(*weights):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    zoo.assert_same(*weights, 1e-5)
 
 
 def test_an_injected_fault_ends_with_its_context():
@@ -170,10 +163,10 @@ def test_an_injected_fault_ends_with_its_context():
     model, _, _ = fitted(1)
     guard = NanGuard(verbose=0, diagnose=False)
     with inject(model, site="gradients", step=3):
-        fit(model, zoo.regression(), guard)
+        zoo.fit(model, zoo.regression(), guard)
     assert [incident.step for incident in guard.incidents] == [3]
     after = NanGuard(verbose=0)
-    fit(model, zoo.regression(), after)
+    zoo.fit(model, zoo.regression(), after)
     assert after.incidents == []
 
 

@@ -42,6 +42,14 @@ def model():
     return model
 
 
+def test_names():
+    """`print_msg`; `_make_function` since Keras 3.8, but on PyTorch; Orbax' `_save_checkpoint`."""
+    assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]
+    assert hasattr(keras.Model, "_make_function") or zoo.OLD or zoo.BACKEND == "torch"
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    assert orbax is None or hasattr(orbax, "_save_checkpoint")
+
+
 def test_layers_at_any_depth(model):
     """`Layer._flatten_layers` lists the model first, then every layer inside it, and takes the two arguments."""
     nested = keras.Sequential([keras.Input((4,)), model])
@@ -123,20 +131,6 @@ def test_arrays_of_a_fit():
     assert probe.seen[1] == (None, None) and fitting.running_arrays() == (None, None)
 
 
-def test_printing():
-    """Keras' own printing takes a message and a flag for the line break."""
-    assert list(inspect.signature(io_utils.print_msg).parameters) == ["message", "line_break"]
-
-
-def test_train_function_protocol(model):
-    """`make_train_function(force)`; `jit_compile` can be set on the model."""
-    assert "force" in inspect.signature(keras.Model.make_train_function).parameters
-    before = model.jit_compile
-    model.jit_compile = False
-    assert model.jit_compile is False
-    model.jit_compile = before
-
-
 def test_callback_list_sets_the_model_first():
     """`CallbackList` passes the model to every callback when it is created, before a train function exists."""
 
@@ -198,17 +192,6 @@ def test_direction_of_metrics():
     model.compile("sgd", "mse", metrics=["mae", keras.metrics.R2Score(name="r2"), "binary_accuracy"])
     model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
     assert keras_layers.directed(model, "up") == {"r2", "binary_accuracy"}
-
-
-def test_functions_of_a_model_are_created_in_one_place():
-    """`Model._make_function` creates them on TensorFlow and JAX, since Keras 3.8 or so."""
-    assert hasattr(keras.Model, "_make_function") or zoo.OLD or keras.backend.backend() == "torch"
-
-
-def test_saves_of_orbax_checkpoints():
-    """`OrbaxCheckpoint._save_checkpoint`, if Keras has this callback."""
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
-    assert orbax is None or hasattr(orbax, "_save_checkpoint")
 
 
 def test_the_data_of_a_running_call():
@@ -405,14 +388,6 @@ def test_dtypes_are_exchanged_and_put_back():
         assert (before, dtypes()) == ({"float16"}, {"float32"})
         assert keras.backend.standardize_dtype(built(x).dtype) == "float32"
     assert dtypes() == before and keras.backend.standardize_dtype(built(x).dtype) == "float16"
-
-
-def test_the_rate_of_the_last_step_is_reported_under_a_schedule():
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.5])
-    optimizer = keras.optimizers.SGD(schedule)
-    optimizer.apply([keras.ops.ones(1)], [keras.Variable([1.0])])
-    rates = keras_optimizers.rate_before(optimizer), keras_optimizers.learning_rate(optimizer)
-    assert rates == (1.0, 0.5)
 
 
 def test_the_limits_of_files_are_those_of_the_loader_of_keras():

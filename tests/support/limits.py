@@ -7,7 +7,6 @@ import importlib
 LIMITS = {
     "bytes that any file may declare": "_files.formats.limits.BOMB_FLOOR",
     "times its size that a file may declare": "_files.formats.limits.MAX_EXPANSION",
-    "times its size that a member may expand to": "_files.formats.limits.MAX_MEMBER_EXPANSION",
     "seconds until a reader hangs": "_files.isolated.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
     "values of a chunk of the row search": "_fit.bad_data._CHUNK",

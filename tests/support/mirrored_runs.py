@@ -25,7 +25,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_nanguard import NanGuard, NanGuardModel
-from support import zoo
+from support import programs, zoo
 
 REPLICAS = int(sys.argv.pop(1)) if sys.argv[1].isdigit() else 2
 LAST = REPLICAS - 1
@@ -75,26 +75,26 @@ BAD = {3: LAST, 7: 0, 8: None}
 """The replica that has the bad row of a batch; `None` for both replicas."""
 
 
-def with_poison(value: float = np.nan, where: str = "x") -> zoo.Data:
+def with_poison() -> zoo.Data:
     """Return data with inserted bad batches."""
-    rows = zoo.regression().with_poison(BAD, 0.5, where)
+    rows = zoo.regression().with_poison(BAD, 0.5)
     for batch, replica in BAD.items():
         for row in ROWS.values() if replica is None else [ROWS[replica]]:
-            zoo.poison(rows, batch, value, where, row)
+            zoo.poison(rows, batch, row=row)
     return rows
 
 
 @functools.cache
-def of_keras(build: Callable[[], Any], value: float | None = None, where: str = "x") -> zoo.Run:
-    """Train with stock Keras, once for each process; without a value on good data."""
-    return run(build, zoo.regression() if value is None else with_poison(value, where))
+def of_keras(build: Callable[[], Any], bad: bool = False) -> zoo.Run:
+    """Train with stock Keras, once for each process."""
+    return run(build, with_poison() if bad else zoo.regression())
 
 
-def oracle(build: Callable[[], Any], value: float = np.nan, where: str = "x") -> dict[str, Any]:
+def oracle(build: Callable[[], Any]) -> dict[str, Any]:
     """Train on data with bad batches with stock Keras, guarded, and without these batches."""
     guard = NanGuard(verbose=0)
-    stock, without = of_keras(build, value, where), of_keras(build)
-    guarded = run(build, with_poison(value, where), guard)
+    stock, without = of_keras(build, bad=True), of_keras(build)
+    guarded = run(build, with_poison(), guard)
     return {
         "stock": sum(not zoo.finite(array) for _, array in stock.state),
         "differences": zoo.differences(guarded, without),
@@ -119,11 +119,6 @@ def adam() -> dict[str, Any]:
     return oracle(zoo.plain)
 
 
-@case
-def momentum() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.SGD(0.05, momentum=0.9)), np.inf)
-
-
 def scaled(optimizer: Any) -> Any:
     """Return a loss scale at which no healthy step overflows: Keras half commits those."""
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=10)
@@ -136,74 +131,13 @@ def mixed_float16() -> dict[str, Any]:
 
 
 @case
-def mixed_float16_momentum() -> dict[str, Any]:
-    keras.config.set_dtype_policy("mixed_float16")
-    return oracle(lambda: zoo.plain(scaled(keras.optimizers.SGD(0.05, momentum=0.9))))
-
-
-@case
-def ema() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.Adam(use_ema=True, weight_decay=0.01, clipnorm=1.0)))
-
-
-@case
-def schedule() -> dict[str, Any]:
-    return oracle(lambda: zoo.plain(keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9))))
-
-
-@case
 def eager() -> dict[str, Any]:
     return oracle(lambda: zoo.plain(run_eagerly=True))
 
 
 @case
-def bad_target() -> dict[str, Any]:
-    return oracle(zoo.plain, where="y")
-
-
-class TwoOptimizers(keras.Model):
-    """Two networks, each with its own optimizer; the second is trained on the updated first one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(1)
-
-    def compile(self, **mode: Any) -> None:
-        super().compile(**mode)
-        self.first, self.second = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01, momentum=0.9)
-        self.first.build(self.one.trainable_variables)
-        self.second.build(self.two.trainable_variables)
-
-    def build(self, shape: Any) -> None:
-        self.one.build(shape)
-        self.two.build((None, 4))
-        self.built = True
-
-    def call(self, x: Any) -> Any:
-        return self.two(self.one(x))
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
-        logs = {}
-        for name, layer, optimizer in (("one_loss", self.one, self.first), ("two_loss", self.two, self.second)):
-            with tf.GradientTape() as tape:
-                loss = ops.mean(ops.square(self(x) - y)) / REPLICAS
-            weights = layer.trainable_variables
-            optimizer.apply(tape.gradient(loss, weights), weights)
-            logs[name] = loss
-        return logs
-
-
-@case
 def two_optimizers() -> dict[str, Any]:
-    return oracle(gan)
-
-
-def gan(**mode: Any) -> Any:
-    model = TwoOptimizers()
-    model.build((None, 6))
-    model.compile(**mode)
-    return model
+    return oracle(programs.gan)
 
 
 @case
@@ -240,7 +174,7 @@ def several_steps() -> dict[str, Any]:
 def observed() -> dict[str, Any]:
     """Under `observe` the run equals that of Keras, and the replica is reported."""
     guard = NanGuard("observe", verbose=0)
-    one, other = run(zoo.plain, with_poison(), guard), of_keras(zoo.plain, np.nan)
+    one, other = run(zoo.plain, with_poison(), guard), of_keras(zoo.plain, bad=True)
     same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
     return {"same": all(same), **reports(guard)}
 
@@ -252,7 +186,7 @@ def healthy() -> dict[str, Any]:
 
 @case
 def healthy_two_optimizers() -> dict[str, Any]:
-    return clean(gan)
+    return clean(programs.gan)
 
 
 def clean(build: Callable[[], Any]) -> dict[str, Any]:

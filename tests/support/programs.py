@@ -18,29 +18,24 @@ from support import zoo
 
 @dataclass
 class Program:
-    """A model, its data, and how it is fed.
+    """A model, and its data.
 
     Attributes:
         build: returns the compiled model, given the arguments of `compile` that select the mode.
         data: clean data.
         fit: further arguments of `fit`.
-        feed: converts data to the input of `fit`; `None` for arrays.
         where: the part of the data that can be bad.
-        eager_only: why it cannot be compiled, or `""`.
     """
 
     build: Callable[..., Any]
     data: Callable[[], zoo.Data] = zoo.regression
     fit: dict[str, Any] = field(default_factory=dict)
-    feed: Callable[[zoo.Data], Callable[[], Any]] | None = None
     where: str = "x"
 
     def run(self, data: zoo.Data, guard: Any, mode: str) -> zoo.Run:
         """Train it for two epochs."""
         zoo.supported(zoo.MODES[mode])
-        fed = data if self.feed is None else self.feed(data)
-        fit = {"steps_per_epoch": data.batches, **self.fit} if self.feed in (generator,) else self.fit
-        return zoo.run(lambda: self.build(**zoo.MODES[mode]), fed, guard=guard, **fit)
+        return zoo.run(lambda: self.build(**zoo.MODES[mode]), data, guard=guard, **self.fit)
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -54,6 +49,12 @@ def program(name: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[.
         return build
 
     return enter
+
+
+def compiled(model: Any, optimizer: Any = "adam", loss: Any = "mse", **options: Any) -> Any:
+    """Compile a model, and return it."""
+    model.compile(optimizer, loss, **options)
+    return model
 
 
 # Optimizers
@@ -110,43 +111,7 @@ for _name, _make in {**OPTIMIZERS, **SETTINGS}.items():
     program(f"optimizer-{_name}")(functools.partial(_optimized, _make))
 
 
-# Ways to feed it
-
-
-def dataset(data: zoo.Data) -> Callable[[], Any]:
-    if zoo.BACKEND == "torch":
-        import torch
-
-        parts = torch.utils.data.TensorDataset(*(torch.as_tensor(part) for part in data.all))
-        return lambda: torch.utils.data.DataLoader(parts, batch_size=zoo.BATCH)
-    import tensorflow as tf
-
-    return lambda: tf.data.Dataset.from_tensor_slices(data.all).batch(zoo.BATCH)
-
-
-def generator(data: zoo.Data) -> Callable[[], Any]:
-    def batches():
-        while True:
-            for i in range(0, data.batches * zoo.BATCH, zoo.BATCH):
-                yield keras.tree.map_structure(lambda a, i=i: a[i : i + zoo.BATCH], data.all)
-
-    return batches
-
-
-class Batches(keras.utils.PyDataset):
-    def __init__(self, data: zoo.Data, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.data = data
-
-    def __len__(self):
-        return self.data.batches
-
-    def __getitem__(self, i):
-        return keras.tree.map_structure(lambda a: a[i * zoo.BATCH : (i + 1) * zoo.BATCH], self.data.all)
-
-
-def pydataset(data: zoo.Data) -> Callable[[], Any]:
-    return lambda: Batches(data)
+# Weights of samples and classes; tests/clients/test_data_sources.py has other ways to feed it
 
 
 def weighted() -> zoo.Data:
@@ -159,9 +124,6 @@ def labelled() -> zoo.Data:
     return zoo.Data(data.x, (data.y[:, 0] > 0).astype("int64"))
 
 
-program("feed-dataset", feed=dataset)(zoo.plain)
-program("feed-generator", feed=generator)(zoo.plain)
-program("feed-pydataset", feed=pydataset, fit={"shuffle": False})(zoo.plain)
 program("feed-sample-weight", data=weighted)(
     lambda **mode: zoo.plain("adam", dropout=False, metrics=(), weighted_metrics=["mae"], **mode)
 )
@@ -171,17 +133,11 @@ program("feed-sample-weight-bad", data=weighted, where="more")(lambda **mode: zo
 @program("feed-class-weight", data=labelled, fit={"class_weight": {0: 0.5, 1: 2.0}})
 def classes(**mode: Any) -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "relu"), layers.Dense(2)])
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"], **mode)
-    return model
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(model, loss=loss, metrics=["accuracy"], **mode)
 
 
 # Models
-
-
-def compiled(model: Any, optimizer: Any = "adam", loss: Any = "mse", **options: Any) -> Any:
-    """Compile a model, and return it."""
-    model.compile(optimizer, loss, **options)
-    return model
 
 
 @program("model-no-batchnorm")
@@ -451,7 +407,7 @@ class OwnStep(keras.Model):
 
     def gradients(self, data, scaled=lambda loss: loss):
         """Return the loss, and its (scaled) gradients."""
-        x, y = data
+        x, y = data[:2]
         loss = lambda: ops.mean(ops.square(y - self(x, training=True)))  # noqa: E731
         return differentiated(loss, lambda: self.trainable_variables, scaled)
 

@@ -100,12 +100,6 @@ def state(model):
     return [np.array(v) for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)]
 
 
-def same(one, other, tolerance=0.0):
-    assert len(one) == len(other)
-    for a, b in zip(one, other):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 def trained(model, given, way=""):
     """Train a model by Keras' own step, and return the logs of each step."""
     execute = execution(model.train_step, way)

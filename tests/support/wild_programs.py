@@ -339,15 +339,6 @@ def random_labels_fast():
     return model, arrays(draw(2400, 6), whole(4, 2400, seed=1), epochs=2)
 
 
-@wild("parity", settled=(0.8, 1.1))
-def parity():
-    """A recurrent network on a parity that it does not find."""
-    x = whole(2, 320, 8).astype("float32")
-    model = keras.Sequential([keras.Input((8, 1)), layers.SimpleRNN(8), layers.Dense(1)])
-    model.compile(Opt.Adam(1e-3), keras.losses.BinaryCrossentropy(from_logits=True))
-    return model, arrays(2 * x[..., None] - 1, x.sum(1, keepdims=True) % 2, batch=32, epochs=7)
-
-
 # Sizes
 
 
@@ -466,21 +457,12 @@ def float16():
     return model, arrays(images.reshape(-1, 64), y)
 
 
-def _single_samples(optimizer: Any, rows: int = 300) -> Any:
-    model = network(6, 8, 1)
-    model.compile(optimizer, "mse")
-    return model, arrays(*linear_data(rows), batch=1, epochs=1)
-
-
-@wild("accumulation-over-many", spike=at_least(5.0))
-def accumulation_over_many():
-    """Nothing changes for 31 steps, then everything at once; one sample at a time."""
-    return _single_samples(Opt.Adam(3e-2, gradient_accumulation_steps=32), 120)
-
-
 @wild("rate-reduced-to-nothing", spike=at_least(5.0))
 def reduced():
     """A plateau reduces the rate until an update is smaller than the last bit of a weight."""
-    reduce = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.01, patience=0, min_delta=10.0, min_lr=1e-11)
-    model, fit = _single_samples(Opt.Adam(1e-2), 30)
-    return model, {**fit, "epochs": 10, "callbacks": [reduce]}
+    reduce = keras.callbacks.ReduceLROnPlateau(
+        monitor="loss", factor=0.01, patience=0, min_delta=10.0, min_lr=1e-11
+    )
+    model = network(6, 8, 1)
+    model.compile(Opt.Adam(1e-2), "mse")
+    return model, arrays(*linear_data(30), batch=1, epochs=10, callbacks=[reduce])

@@ -91,9 +91,7 @@ def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row:
 
 
 FILLS = BACKEND != "tensorflow" or hasattr(keras.Model, "_make_function")
-"""Whether the data may end within an execution of several steps: Keras 3.6 then loses the remaining
-steps.
-"""
+"""Whether data may end within an execution of several steps: Keras 3.6 loses some then."""
 
 
 def supported(mode: dict[str, Any], even: bool = True) -> None:
@@ -110,12 +108,6 @@ def once() -> None:
     """Skip a module on all backends but one, because nothing in it depends on the backend."""
     if BACKEND != "tensorflow":
         pytest.skip("independent of the backend: runs once", allow_module_level=True)
-
-
-def tensorflow_only(what: str) -> None:
-    """Skip a test of a feature that the other backends do not have."""
-    if BACKEND != "tensorflow":
-        pytest.skip(f"{what}: only TensorFlow has it")
 
 
 def plain(
@@ -256,7 +248,13 @@ def as_written() -> Iterator[None]:
 
 
 def run(
-    build: Callable[..., Any], data: Any, *, guard: Any = None, epochs: int = 2, rewritten: bool = False, **fit: Any
+    build: Callable[..., Any],
+    data: Any,
+    *,
+    guard: Any = None,
+    epochs: int = 2,
+    rewritten: bool = False,
+    **more: Any,
 ) -> Run:
     """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a
     default one).
@@ -269,15 +267,22 @@ def run(
     model = build()
     keras.utils.set_random_seed(1)
     guard = NanGuard(verbose=0, diagnose=guard is True) if guard in (True, "undiagnosed") else guard
-    callbacks = [*([guard] if guard is not None else []), *fit.pop("callbacks", [])]
-    if isinstance(data, Data):
-        names = ("x", "y", "sample_weight")
-        fit = {**dict(zip(names, data.all)), "batch_size": BATCH, "shuffle": False, **fit}
-    else:
-        fit = {"x": data(), **fit}
+    callbacks = [*([guard] if guard is not None else []), *more.pop("callbacks", [])]
+    more = {"epochs": epochs, **more}
     with contextlib.nullcontext() if rewritten else as_written():
-        history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **fit).history
+        if isinstance(data, Data):
+            history = fit(model, data, *callbacks, **more)
+        else:
+            history = model.fit(data(), verbose=0, callbacks=callbacks, **more).history
     return Run(model, numbers(history), guard, [*state_of(model), *_generators()])
+
+
+def fit(model: Any, data: Data, *callbacks: Any, **more: Any) -> dict[str, list[float]]:
+    """Train for an epoch on batches in order, and return the History; `None` is no callback."""
+    names = ("x", "y", "sample_weight")
+    given = {**dict(zip(names, data.all)), "batch_size": BATCH, "shuffle": False, "verbose": 0}
+    given["callbacks"] = [callback for callback in callbacks if callback is not None]
+    return model.fit(**{**given, **more}).history
 
 
 def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
@@ -288,6 +293,13 @@ def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
 def plain_logs(logs: dict[str, Any]) -> dict[str, Any]:
     """Return logs, or a History, without the guard's own keys."""
     return {key: value for key, value in logs.items() if key != "refused_steps" and not key.startswith("nanguard/")}
+
+
+def assert_same(ones: Iterable[Any], others: Iterable[Any], tolerance: float = 0.0) -> None:
+    """Check that two lists of arrays are equal, or close."""
+    for one, other in zip(ones, others, strict=True):
+        one, other = ops.convert_to_numpy(one), ops.convert_to_numpy(other)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 def differences(one: Run, other: Run, tolerance: float = 0.0) -> list[str]:

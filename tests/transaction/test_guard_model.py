@@ -30,10 +30,7 @@ def network(**compile_with):
 
 
 def fit(model, *callbacks, epochs=2, **kwargs):
-    data = zoo.regression().with_poison(BAD)
-    return model.fit(
-        *data.all, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), **kwargs
-    ).history
+    return zoo.fit(model, zoo.regression().with_poison(BAD), *callbacks, epochs=epochs, **kwargs)
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["one", "two steps in one"])
@@ -103,8 +100,7 @@ def test_steps_after_the_end_of_training(by, capsys):
             weights = model.get_weights()
     if by == "list":
         calls.on_train_end()
-    for one, other in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(model.get_weights(), weights)
     lines = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
     name = "model.nanguard" if by == "model" else "guard"
     rest = f"since then had no effect. End the loop if {name}.stopped is true."

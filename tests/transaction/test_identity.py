@@ -20,12 +20,9 @@ NOT_ON_JAX = {
     "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
     "model-unlisted-state": "a pure step cannot write anything outside of its state",
     "model-stateful-rnn": "Keras hands the states of stateful RNNs to no step on JAX",
-    "feed-dataset": "tf.data is not available",
     "precision-float64": "JAX has no float64 unless it is reported so before it starts",
 }
-"""Programs that cannot be expressed with Keras on a backend, by the start of their name, with the
-reason.
-"""
+"""Programs that Keras cannot express on JAX, by the start of their name, with the reason."""
 
 TOLERANCE = 1e-5 if zoo.BACKEND == "jax" else 0.0
 """XLA fuses what it compiles; two programs that mean the same may round differently."""

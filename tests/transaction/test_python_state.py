@@ -6,14 +6,13 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from support import zoo
 
 from keras_nanguard import NanGuard
 
 X = np.random.default_rng(0).normal(size=(256, 4)).astype("float32")
 Y = 0.7 * X.sum(axis=1, keepdims=True) + 1.4 * np.random.default_rng(1).normal(size=(256, 1)).astype("float32")
-"""Half of it is noise: the loss does not halve, so the run is tested for divergence. The other half
-can be learned, which ends the trials early.
-"""
+"""The loss does not halve, so divergence is tested for; what can be learned ends the trials."""
 
 
 class Collecting(keras.metrics.Metric):
@@ -122,8 +121,7 @@ def test_an_operation_with_a_generator_of_its_own(nested):
         model.compile("sgd", "mse")
         model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
         ends.append(model.get_weights())
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(*ends)
 
 
 def trained(*callbacks, program, **options):
@@ -139,6 +137,7 @@ def trained(*callbacks, program, **options):
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step keeps no count")
+@pytest.mark.daily("*" if zoo.BACKEND == "torch" else "rate")
 @pytest.mark.parametrize("program", ["objects", "rate"])
 def test_trials_of_a_healthy_run(program):
     """The check for divergence at the start of the second epoch runs steps again."""
@@ -146,8 +145,7 @@ def test_trials_of_a_healthy_run(program):
     calls = len(CALLS)
     guarded = trained(NanGuard(verbose=0), program=program, epochs=2)
     assert (len(CALLS) > calls) == (program != "rate"), "a rate that counts its calls has no trials"
-    for one, other in zip(plain, guarded, strict=True):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(plain, guarded)
 
 
 class Drawn(layers.Layer):
@@ -174,8 +172,7 @@ class Recompiling(keras.callbacks.Callback):
 def test_metrics_of_a_model_that_was_compiled_again():
     plain = trained(Recompiling(), program="metric", epochs=2)
     guarded = trained(Recompiling(), NanGuard(verbose=0), program="metric", epochs=2)
-    for one, other in zip(plain, guarded, strict=True):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(plain, guarded)
 
 
 class Undefined(keras.metrics.Metric):
@@ -222,8 +219,7 @@ def test_diagnosis_of_a_validation():
         history = model.fit(Drawing(), callbacks=callbacks, **options).history
         ends.append([*model.get_weights(), np.random.random(), history["val_loss"]])
     assert callbacks[0].incidents
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(*ends)
 
 
 def test_a_regularizer_is_not_replaced():

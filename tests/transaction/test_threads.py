@@ -47,7 +47,7 @@ def net():
 
 
 def fit(model, data, *callbacks, epochs=2):
-    model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    zoo.fit(model, data, *callbacks, epochs=epochs)
     return [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
 
 
@@ -64,14 +64,13 @@ def test_guarded_and_plain_fits_at_a_time(rounds):
     plain, guarded = fit(net(), data), fit(net(), bad, NanGuard(verbose=0))
     before = {name: vars(keras.Variable).get(name) for name in ("_direct_assign", "_initialize", "assign")}
     for _ in range(rounds):
-        models = [net() for _ in range(4)]
+        models = [net() for _ in range(3)]
         found = together(
             partial(fit, models[0], bad, NanGuard(verbose=0)),
             partial(fit, models[1], data),
             partial(fit, models[2], data, NanGuard(verbose=0), zoo.After(zoo.raising(RuntimeError("disk full")), 6)),
-            partial(fit, models[3], bad, NanGuard(verbose=0)),
         )
-        assert same(found[0], guarded) and same(found[1], plain) and same(found[3], guarded)
+        assert same(found[0], guarded) and same(found[1], plain)
         assert isinstance(found[2], RuntimeError) and "disk full" in str(found[2])
         assert {name: vars(keras.Variable).get(name) for name in before} == before
         for model in models:

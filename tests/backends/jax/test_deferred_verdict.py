@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,37 +57,6 @@ def test_no_step_waits(order):
     assert guard.session.run.access.transaction._program._cache_size() <= 1, "steps are compiled once"
 
 
-@pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs", "train_on_batch"])
-def test_waited_for(order, how):
-    """If anything acts between two steps, or shows results, the verdict is read first."""
-    data = zoo.regression()
-    if how == "train_on_batch":
-
-        class Model(NanGuardModel):
-            nanguard_verbose = 0
-
-        inputs = keras.Input((6,))
-        model = Model(inputs, keras.layers.Dense(1)(inputs))
-        model.compile("adam", "mse")
-        for i in range(4):
-            model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
-            assert model.nanguard.session.run.step == i + 1
-        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
-        assert ahead(order)
-        for i in range(4):
-            model.train_on_batch(data.x[i * 8 : i * 8 + 8], data.y[i * 8 : i * 8 + 8])
-            assert model.nanguard.session.run.step == i + 1
-        return
-    guard = NanGuard(verbose=0)
-    build, callbacks = zoo.plain, [zoo.After(lambda model: None)] if how == "a callback looks" else []
-    if how == "eager":
-        build = lambda: with_own_logs(run_eagerly=True)  # noqa: E731
-    if how == "own logs":
-        build = with_own_logs
-    zoo.run(build, data, guard=guard, callbacks=callbacks)
-    assert guard.session.run.step == 2 * BATCHES and ahead(order) == []
-
-
 def with_own_logs(**mode):
     class Logs(keras.Sequential):
         def train_step(self, *args):
@@ -96,6 +66,31 @@ def with_own_logs(**mode):
     model = Logs([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", **mode)
     return model
+
+
+@pytest.mark.parametrize("how", ["a callback looks", "eager", "own logs"])
+def test_waited_for(order, how):
+    """If anything acts between two steps, or shows results, the verdict is read first."""
+    callbacks = [zoo.After(lambda model: None)] if how == "a callback looks" else []
+    build = functools.partial(with_own_logs, run_eagerly=how == "eager")
+    guard = NanGuard(verbose=0)
+    zoo.run(zoo.plain if callbacks else build, zoo.regression(), guard=guard, callbacks=callbacks)
+    assert guard.session.run.step == 2 * BATCHES and ahead(order) == []
+
+
+def test_train_on_batch_waits(order):
+    """The verdict of a batch is read before it returns, also after a fit."""
+    data, inputs = zoo.regression(), keras.Input((6,))
+    model = NanGuardModel(inputs, keras.layers.Dense(1)(inputs))
+    model.nanguard_verbose = 0
+    model.compile("adam", "mse")
+    for _ in range(2):
+        for step in range(4):
+            rows = slice(step * zoo.BATCH, (step + 1) * zoo.BATCH)
+            model.train_on_batch(data.x[rows], data.y[rows])
+            assert model.nanguard.session.run.step == step + 1
+        zoo.fit(model, data)
+    assert ahead(order)
 
 
 BAD = {
@@ -108,6 +103,7 @@ BAD = {
 }
 
 
+@pytest.mark.daily("*-3", "all about-1")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
 def test_the_same_without_the_bad_batches(where, steps):
@@ -135,17 +131,10 @@ ACTIONS = {
 }
 
 
-class Waits(keras.callbacks.Callback):
-    """Is called for each batch, so that each verdict is read before the next step."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        pass
-
-
 def both(order, policy, data, inside=lambda model: contextlib.nullcontext()):
     """Return a run with deferred verdicts, one that waits, and the steps made in vain."""
     runs, starts = [], []
-    for callbacks in ([], [Waits()]):
+    for callbacks in ([], [zoo.After(lambda model: None)]):
         keras.utils.set_random_seed(0)
         model = zoo.plain(keras.optimizers.Adam(0.01), rounded=True)
         with inside(model):
@@ -195,7 +184,7 @@ def test_overflows_in_a_row(count):
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     model, guard, data = zoo.plain(optimizer, dropout=False), NanGuard(verbose=0), zoo.regression()
     data.y[5 * zoo.BATCH : (5 + count) * zoo.BATCH] = 6e4  # finite, and so is the loss
-    model.fit(*data.all, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    zoo.fit(model, data, guard)
     overflows = guard.session.run.counts.overflows
     assert overflows >= count and guard.session.run.step == BATCHES
     assert float(np.asarray(optimizer.dynamic_scale.value)) == 64.0 / 2**overflows

@@ -23,16 +23,18 @@ def reported(*asked):
     return dict(zip(asked, map(json.loads, run.stdout.splitlines())))
 
 
-ASKED = ("data 4", "data 4 float16", "data 4 rollback", "data 2 traffic", "data 8 traffic")
-ASKED += ("model 4", "model 4 rollback")
+DAILY = ("data 4", "model 4 rollback")
+NIGHTLY = ("data 4 float16", "data 4 rollback", "model 4")
 
 
 @pytest.fixture(scope="module")
-def on_devices(once):
+def on_devices(once, pytestconfig):
     """All requested results, from one process."""
-    return once("devices", lambda folder: reported(*ASKED))
+    asked = DAILY + NIGHTLY * pytestconfig.getoption("nightly")
+    return once("devices", lambda folder: reported(*asked))
 
 
+@pytest.mark.daily(*DAILY)
 @pytest.mark.parametrize("what", ["data 4", "data 4 float16", "model 4"])
 def test_refused_on_all_devices(on_devices, what):
     """A bad row on the first and on the last device: as without these batches."""
@@ -45,20 +47,21 @@ def test_refused_on_all_devices(on_devices, what):
     assert found["spread"] == 4
 
 
-@pytest.mark.parametrize("what", ["data 4", "model 4"])
+@pytest.mark.daily(*DAILY)
+@pytest.mark.parametrize("what", ["data 4 rollback", "model 4 rollback"])
 def test_rolled_back_on_all_devices(on_devices, what):
     """The arrays of a rollback have their original placement."""
-    found = on_devices[f"{what} rollback"]
+    found = on_devices[what]
     assert found["outcomes"] == [["skip"], ["skip"], ["rollback"]]
     assert found["finite"]
     assert found["same place"]
 
 
-def test_traffic_of_a_verdict(on_devices):
+@pytest.mark.slow
+def test_traffic_of_a_verdict():
     """It adds the same bytes on 2 and on 8 devices, and for small and large models."""
     more = []
-    for devices in (2, 8):
-        found = on_devices[f"data {devices} traffic"]
+    for found in reported("data 2 traffic", "data 8 traffic").values():
         more += [found[f"guarded {width}"] - found[f"plain {width}"] for width in (16, 256)]
         assert found["plain 256"] > 10 * found["plain 16"] > 0, "the gradients are exchanged"
     assert len(set(more)) == 1

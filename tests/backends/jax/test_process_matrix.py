@@ -14,24 +14,8 @@ from keras_nanguard import Recording
 WAYS = {"data parallel": (2, []), "four processes": (4, []), "model parallel": (2, ["model"])}
 """Number of processes; with `model` a kernel is also spread over the devices of each process."""
 
-ENDED = (
-    "plain",
-    "without",
-    "bad",
-    "waited",
-    "rollback",
-    "endless",
-    "whole",
-    "batch",
-    "all",
-    "three",
-    "weights",
-    "memory",
-    "slots",
-    "statistics",
-    "ahead",
-    "observed",
-)
+FAULTS = ("batch", "all", "three", "weights", "memory", "slots", "statistics", "ahead")
+ENDED = ("plain", "without", "bad", "waited", "rollback", "endless", "whole", "observed", *FAULTS)
 """The runs that complete without help."""
 
 
@@ -115,15 +99,11 @@ def test_rolled_back_by_both(way, runs):
     first = ranks[0]
     assert_alike(ranks)
     assert first["spread"] == WAYS[way][1], "restored arrays keep their placement"
-    assert [i[3] for i in first["incidents"]] == [
-        ["skip"],
-        ["skip"],
-        ["rollback", "lower_lr"],
-    ]
+    assert [i[3] for i in first["incidents"]] == [["skip"], ["skip"], ["rollback", "lower_lr"]]
     assert first["rate"] == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("fault", ["batch", "all", "three", "weights", "memory", "slots", "statistics", "ahead"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_same_end(runs, fault):
     """All end alike, for a fault in any process."""
     ranks, _ = runs[0][fault]
@@ -172,9 +152,7 @@ def test_killed_and_resumed(way, runs, tmp_path):
     *others, last = jax_started([tmp_path] * count, *spread, "killed")
     last.communicate(timeout=LIMIT)
     assert last.returncode == 9
-    for (
-        other
-    ) in others:  # JAX itself would end them after 100 seconds
+    for other in others:  # JAX itself would end them after 100 seconds
         other.kill()
         other.communicate(timeout=60)
     left = sorted(path.name for path in (tmp_path / "killed" / "snapshots").iterdir())

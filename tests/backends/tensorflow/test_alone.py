@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from support import zoo
 from support.tensorflow_steps import (
     BAD,
     KEPT,
@@ -26,7 +27,6 @@ from support.tensorflow_steps import (
     network,
     read,
     run,
-    same,
     spoiled,
     state,
     trained,
@@ -35,9 +35,7 @@ from support.tensorflow_steps import (
 from keras_nanguard import NanGuard
 
 WAYS = ("deferred", "kept", "compiled", "eager")
-"""Updates deferred until the verdict; immediate updates with stored old values; compiled by XLA;
-without a graph.
-"""
+"""Updates after the verdict; updates with stored old values; compiled by XLA; no graph."""
 
 
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -50,7 +48,7 @@ def test_bad_steps(way, several):
         expected.insert(step, expected[step - 1])
     transaction = alone(model, way, several=several)
     logs, verdicts, reports = run(transaction, batches(WITH_BAD), several, way)
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     for step, one in zip(range(several - 1, STEPS, several), logs, strict=True):
         assert step in BAD or one == pytest.approx(expected[step], rel=1e-5)
     numbers = range(STEPS) if several > 1 else [0] * STEPS
@@ -91,7 +89,7 @@ def test_bad_steps_that_are_watched(way):
     plain, model = network(), network()
     expected = trained(plain, batches(WITH_BAD), way)
     logs, verdicts, reports = run(alone(model, way, refuse=False), batches(WITH_BAD), 1, way)
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     for one, other in zip(logs, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-5, nan_ok=True)
     assert [v.finite for v in verdicts] == [step < BAD[0] for step in range(STEPS)] and not any(v.refused for v in verdicts)
@@ -110,7 +108,7 @@ def test_steps_after_a_bad_state_change_nothing(way, where):
     trained(plain, batches(X, range(3)))
     transaction = alone(model, way, several=2)
     verdicts = run(transaction, batches(X, range(6)), 2, way)[1]
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     assert [(v.refused, v.halted) for v in verdicts] == [(False, False)] * 3 + [(True, True)] * 3
     assert [v.finite for v in verdicts[:3]] == [True, True, False]
     bad, good = (verdicts[2].weights, verdicts[2].slots)[:: 1 if where == "weights" else -1]
@@ -124,7 +122,7 @@ def test_steps_after_a_bad_state_change_nothing(way, where):
     transaction.recount(0)
     assert transaction.reused and not any(v.refused for v in run(transaction, batches(X, range(4)), 2, way)[1])
     trained(plain, batches(X, range(4)))
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
 
 
 class Saturated(Away):
@@ -179,7 +177,7 @@ def test_each_sum_alone(what, way):
     trained(plain, [given[step] for step in range(steps) if step not in bad], way)
     _, verdicts, reports = run(alone(model, way), given[:steps], 1, way)
     assert [v.refused for v in verdicts] == [step in bad for step in range(steps)]
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     told = {what, "weights", "slots"} if what == "gradients" and way in ("kept", "eager") else {what}
     assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
 
@@ -207,7 +205,7 @@ def test_a_loss_scale(way, built):
     assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
     assert transaction.learned.untracked == {} and transaction.learned.keeps_undo == (way == "kept")
     weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
-    same(*weights)
+    zoo.assert_same(*weights)
     for bad in (0.0, np.inf):
         model.optimizer.dynamic_scale.assign(bad)
         before, counter = state(model), int(model.optimizer.step_counter)
@@ -216,7 +214,7 @@ def test_a_loss_scale(way, built):
         assert int(model.optimizer.step_counter) == 0
         model.optimizer.dynamic_scale.assign(bad)
         model.optimizer.step_counter.assign(counter)
-        same(state(model), before)
+        zoo.assert_same(state(model), before)
 
 
 @pytest.mark.daily("deferred", "eager")
@@ -271,16 +269,6 @@ def test_each_report_has_its_batch(way):
         np.testing.assert_array_equal(report.batch[0][0], WITH_BAD[step])
 
 
-def test_nothing_of_a_run_is_left():
-    """Neither reports nor batches nor the run itself remain."""
-    transaction = alone(network(), several=2)
-    execute, given = execution(transaction), batches(WITH_BAD, BAD[:2])
-    read(execute(*given))
-    transaction.release_run()
-    assert transaction.take_reports() == [] and transaction.given is None
-    assert not hasattr(transaction, "run")
-
-
 @pytest.mark.parametrize("way", ["deferred", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_batches_that_take_much_memory(way, set_limit):
     """The first refused batch is kept, others if they fit; all counts are complete."""
@@ -299,7 +287,7 @@ def test_the_bits_of_plain_descent(way):
     plain, model = (network(keras.optimizers.SGD(0.05)) for _ in range(2))
     trained(plain, batches(X))
     run(alone(model, way), batches(X))
-    same(state(model), state(plain))
+    zoo.assert_same(state(model), state(plain))
 
 
 def test_a_leftover_transaction_is_removed():
@@ -309,7 +297,7 @@ def test_a_leftover_transaction_is_removed():
         if one is model:
             one.train_step = alone(model)
         one.fit(X.reshape(-1, 3), Y.reshape(-1, 1), batch_size=SIZE, shuffle=False, verbose=0, callbacks=callbacks)
-    same(state(model), state(plain))
+    zoo.assert_same(state(model), state(plain))
     assert "train_step" not in vars(model)
 
 
@@ -325,7 +313,7 @@ class Sentinels(layers.Layer):
         return x
 
 
-@pytest.mark.daily("deferred-*", "compiled-weights", "eager-loss")
+@pytest.mark.daily("deferred-loss", "kept-gradients", "eager-statistics", "compiled-weights")
 @pytest.mark.parametrize("what", ["loss", "gradients", "statistics", "weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_finite_numbers_are_never_refused(way, what):
@@ -348,7 +336,7 @@ def test_finite_numbers_are_never_refused(way, what):
     _, verdicts, reports = run(transaction, batches(X), 2, way)
     assert not any(v.refused or v.halted for v in verdicts) and reports == []
     assert all(v.finite and np.isfinite(sum(v)) for v in verdicts)
-    same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
+    zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
 
 
 # The first steps of a model
@@ -384,7 +372,7 @@ def test_variables_created_by_the_first_step(way):
     transaction = alone(model, way)
     verdicts = run(transaction, batches(SPOILT, FEW), 1, way)[1]
     assert [v.refused for v in verdicts] == [step in BAD_FIRST for step in FEW]
-    same(state(model), state(plain))
+    zoo.assert_same(state(model), state(plain))
     made = {id(v.value) for v in (*model.variables, *model.optimizer.variables) if v is not model.optimizer._learning_rate}
     made |= {id(v.value) for metric in model.metrics[1:] for v in metric.variables}
     noted = [id(variable) for variable, _ in transaction.created]
@@ -428,7 +416,7 @@ def test_variables_created_by_the_first_update(where):
     before = [np.array(v) for v in model.variables]
     (verdict,) = run(alone(model, "eager"), batches(X, [0]), 1, "eager")[1]
     assert verdict.refused and np.isfinite(verdict.loss + verdict.gradients + verdict.statistics)
-    same([np.array(v) for v in model.variables], before)
+    zoo.assert_same([np.array(v) for v in model.variables], before)
     assert all(np.isfinite(np.array(v)).all() for v in model.optimizer.variables)
 
 
@@ -454,7 +442,7 @@ def test_a_step_that_makes_nothing():
             transaction.learned = found.learned
             execute = execution(transaction)
     assert verdict.refused and len(transaction.learned.untracked) == 1
-    same([np.array(v) for v in (hidden, *model.variables, *model.optimizer.variables)], before)
+    zoo.assert_same((hidden, *model.variables, *model.optimizer.variables), before)
 
 
 # What is traced

@@ -47,8 +47,7 @@ def both(run):
     for callbacks in ([], [NanGuard(verbose=0)]):
         models.append(traced())
         run(models[-1], callbacks)
-    for plain, guarded in zip(models[0].get_weights(), models[1].get_weights()):
-        np.testing.assert_array_equal(plain, guarded)
+    zoo.assert_same(models[0].get_weights(), models[1].get_weights())
     return models
 
 
@@ -101,9 +100,7 @@ def test_epochs_and_fits_need_no_trace_more():
     assert guarded.traces <= plain.traces
 
 
-@pytest.mark.daily("2")
-@pytest.mark.parametrize("bad", [4, 0, 2])
-def test_a_train_function_of_any_number_of_steps(bad):
+def test_a_train_function_of_any_number_of_steps():
     """A bad step has its number and its row."""
 
     class Five(Traced):
@@ -119,12 +116,12 @@ def test_a_train_function_of_any_number_of_steps(bad):
             return self.train_function
 
     (x, y), model, guard = numbers(8 * 5), Five(), NanGuard(verbose=0)
-    x[8 * bad + 3] = np.nan
+    x[8 * 2 + 3] = np.nan
     model.compile("sgd", "mse", jit_compile=False)
     model.build((None, 4))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     model.fit(data.repeat(), steps_per_epoch=1, verbose=0, callbacks=[guard])
-    assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(bad, (3,))]
+    assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(2, (3,))]
     counts = guard.session.run.counts
     assert (counts.committed, counts.refused, counts.step) == (4, 1, 5)
 
@@ -156,8 +153,7 @@ def test_a_step_that_depends_on_its_update_with_autograph():
         model.build((None, 4))
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         ended.append(model.get_weights())
-    for one, other in zip(*ended):
-        np.testing.assert_array_equal(one, other)
+    zoo.assert_same(*ended)
 
 
 def test_functions_that_run_eagerly():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +15,21 @@ from support import zoo
 
 SCRIPT = Path(__file__).parents[2] / "support" / "mirrored_runs.py"
 TOGETHER = {
-    "graph": ("adam", "observed", "healthy"),
+    "daily": ("adam",),
+    "graph": ("observed", "healthy"),
     "float16": ("mixed_float16", "overflow"),
     "one replica": ("several_steps",),
     "eager": ("eager",),
     "own step": ("own_step", "uneven", "on_batch"),
     "diagnosed": ("forward_domain",),
-    "graph, slow": ("bad_target", "no_rows"),
+    "without rows": ("no_rows",),
     "compiled": ("compiled",),
-    "campaign": ("momentum", "mixed_float16_momentum", "schedule", "ema"),
     "two optimizers": ("two_optimizers", "healthy_two_optimizers"),
 }
 """Cases that share a process. In stock TensorFlow 2.21 two strategies in one process need models of
 the same shapes (see docs/limits.md)."""
 
-DAILY = TOGETHER["graph"]
-SLOW = tuple(name for names in TOGETHER.values() for name in names if name not in DAILY)
+SLOW = tuple(name for names in TOGETHER.values() for name in names if name != "adam")
 """Cases that run only as slow tests."""
 
 
@@ -42,10 +43,11 @@ REPLICAS = [[1], [0], [0, 1]] * 2
 
 
 def results(*arguments: str) -> dict[str, Any]:
-    """Run these cases in a process."""
-    command = [sys.executable, SCRIPT, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    """Run these cases in a process. A refusal is no error: TensorFlow prints nothing of it."""
+    command, env = [sys.executable, SCRIPT, *arguments], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert not re.search("rendezvous|INVALID_ARGUMENT|assertion", done.stderr), done.stderr[-4000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
@@ -60,10 +62,10 @@ def result(once):
     return of_case
 
 
-ORACLE = ["adam", "momentum", "mixed_float16", "mixed_float16_momentum", "ema", "schedule", "eager", "two_optimizers", "own_step"]
+ORACLE = ["adam", "mixed_float16", "eager", "two_optimizers", "own_step"]
 
 
-@pytest.mark.parametrize("name", cases(*ORACLE, "bad_target", "several_steps"))
+@pytest.mark.parametrize("name", cases(*ORACLE, "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
     """Keras ends with NaN; guarded replicas end as without the bad batches."""
     reported = result(name)
@@ -72,7 +74,7 @@ def test_a_bad_batch_never_happened(result, name):
     assert reported["steps"] == STEPS and all(reported["refused"])
 
 
-@pytest.mark.parametrize("name", cases(*ORACLE, "bad_target"))
+@pytest.mark.parametrize("name", cases(*ORACLE))
 def test_replicas_are_named(result, name):
     """An incident names the replica with the fault, or both."""
     reported = result(name)["replicas"]
@@ -115,6 +117,7 @@ def test_a_healthy_run_is_untouched(result, name):
     assert reported["differences"] == [] and reported["steps"] == []
 
 
+@pytest.mark.slow
 def test_observe_changes_nothing(result):
     """The run ends like that of Keras, including NaN, and the replica is reported."""
     reported = result("observed")

@@ -8,13 +8,12 @@ import random
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 from support import zoo
 from support.programs import differentiated
 
 from keras_nanguard import NanGuard, NanGuardModel
-
-tf = pytest.importorskip("tensorflow", reason="these loops are TensorFlow's; those of JAX are in tests/backends/jax")
 
 BAD = (3, 7, 8)
 EPOCHS = 2
@@ -33,7 +32,7 @@ def network(base, xla=False):
 
 
 def weights(model, optimizer=None):
-    return [np.array(ops.convert_to_numpy(v.value)) for v in (*model.variables, *(optimizer or model.optimizer).variables)]
+    return [np.array(v) for v in (*model.variables, *(optimizer or model.optimizer).variables)]
 
 
 @functools.cache
@@ -48,11 +47,8 @@ def batches():
             yield ops.convert_to_tensor(data().x[rows]), ops.convert_to_tensor(data().y[rows])
 
 
-def fit(model, *callbacks, of=None):
-    of = of or data()
-    return model.fit(
-        of.x, of.y, batch_size=zoo.BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks)
-    )
+def fit(model, of=None):
+    zoo.fit(model, of or data(), epochs=EPOCHS)
 
 
 @functools.cache
@@ -64,8 +60,7 @@ def reference(xla=False):
 
 
 def check(model, steps, optimizer=None, tolerance=0.0, xla=False):
-    for one, other in zip(weights(model, optimizer), reference(xla), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    zoo.assert_same(weights(model, optimizer), reference(xla), tolerance)
     per_epoch = data().batches
     assert steps == [e * per_epoch + b for e in range(EPOCHS) for b in BAD]
 
@@ -113,21 +108,13 @@ def loop_step(model, optimizer):
     return step
 
 
-def compiled(step, xla=False):
-    if zoo.BACKEND != "tensorflow":
-        pytest.skip("tf.function is TensorFlow's")
-    import tensorflow as tf
-
-    return tf.function(step, jit_compile=xla)
-
-
 @pytest.mark.parametrize("kind", ["eager", "tf.function", "xla"])
 def test_loop(kind):
     """A loop with `watch` and `step` gives the same numbers, and reports its refusals."""
     model, guard, optimizer = network(keras.Model), NanGuard(verbose=0), keras.optimizers.Adam(0.01)
     step, refused = loop_step(model, optimizer), []
     if kind != "eager":
-        step = compiled(step, kind == "xla")
+        step = tf.function(step, jit_compile=kind == "xla")
     with guard.watch(model, optimizer):
         guarded = guard.step(step)
         for x, y in batches():
@@ -159,8 +146,7 @@ def test_loop_stops(capsys):
     model, guard, optimizer = network(keras.Model), NanGuard(), keras.optimizers.Adam(0.01)
     before, steps = model.get_weights(), 0
     with guard.watch(model, optimizer):
-        step = loop_step(model, optimizer)
-        guarded = guard.step(compiled(step) if zoo.BACKEND == "tensorflow" else step)
+        guarded = guard.step(tf.function(loop_step(model, optimizer)))
         while not guard.stopped:
             guarded(ops.full((8, 6), np.nan, "float32"), ops.zeros((8, 1)))
             steps += 1
