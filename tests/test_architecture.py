@@ -1,7 +1,5 @@
 """docs/architecture.md, CONTRIBUTING.md and the recipes in it agree with the code."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -33,9 +31,7 @@ BASES = (ROOT, ROOT / "keras_nanguard")
 PLACE = r"(?:(?:[\w.-]+/)+[\w.-]*|[\w.-]+\.(?:py|toml|cfg)|_[a-z]+|Makefile)(?:::[\w.]+)?"
 DOTTED = r"_[a-z]\w*(?:\.\w+)+|[A-Z]\w+\.\w+"
 OURS = r"(?:_[a-z]+|keras_nanguard|tests|benchmarks|examples|docs)/[\w./-]*(?:::[\w.]+)?"
-"""Patterns for a path or `path::name` on the two pages, for a module, a name in one or
-`Class.name`, and for paths of the package on other pages.
-"""
+"""Paths and names on the two pages, modules and names in one, paths on other pages."""
 
 NOT_THERE = {"tests/backends/NAME", "build/scale", "build/soak", "docs/NAME.md", "keras_nanguard/policies/NAME.toml", "Optimizer.apply"}
 """Files that a recipe or a campaign creates, and names of Keras."""
@@ -47,7 +43,6 @@ def text(page: Path) -> str:
 
 
 def section(page: Path, heading: str) -> str:
-    """Return the text under a heading of the second level."""
     return text(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
@@ -109,7 +104,6 @@ def test_names_on_the_pages_exist(reference):
 
 
 def test_the_commands_of_the_pages_are_targets_of_the_makefile():
-    """Each `make` target in the README and in CONTRIBUTING.md exists."""
     targets = set(re.findall(r"^([\w-]+):", text(ROOT / "Makefile"), re.M))
     named = {name for page in (ROOT / "README.md", CONTRIBUTING) for name in re.findall(r"`make ([\w-]+)", text(page))}
     assert len(named) > 8
@@ -189,9 +183,7 @@ WITH_OWN_WORDS = {"skip", "warn", "rollback", "lower_lr", "stop", "raise_error"}
 """Actions whose words in the printed line depend on their outcome or on the incident."""
 
 ELSEWHERE = {"spike": "tests/diagnosis/test_causes.py", "unknown": "tests/diagnosis/test_mechanisms.py"}
-"""Causes without a program in `mechanisms`: no default check looks for a spike, and `unknown` is
-the remaining case.
-"""
+"""No default check looks for a spike, and `unknown` is the remaining case."""
 
 
 def _has_program(cause: str) -> bool:
@@ -223,7 +215,6 @@ OF_CAUSES = {
 @pytest.mark.parametrize("what", OF_ACTIONS)
 @pytest.mark.parametrize("name", actions.ACTIONS)
 def test_an_action_has_all_that_its_recipe_names(name, what):
-    """Each action has its performer, docs and test, in the places that the recipe names."""
     assert OF_ACTIONS[what].met(name), f"the action {name} has no {what}: {OF_ACTIONS[what].place}"
     assert OF_ACTIONS[what].place in section(CONTRIBUTING, "Add an action")
 
@@ -266,6 +257,12 @@ def _is_record(value: object) -> bool:
     return isinstance(value, RECORDS) or (isinstance(value, (tuple, list)) and any(isinstance(item, RECORDS) for item in value))
 
 
+@functools.cache
+def _in_package(file: str) -> str:
+    """Return the path of a file within the package, `""` for other files."""
+    return str(Path(file).relative_to(PACKAGE)) if PACKAGE in Path(file).parents else ""
+
+
 @pytest.mark.requires_backend("tensorflow", reason="the numbers are of one backend")
 def test_files_that_a_step_enters():
     """Follows a healthy step and the first refused one, without imports on first use."""
@@ -279,13 +276,13 @@ def test_files_that_a_step_enters():
             step = {4: "healthy", 5: "refused"}.get(batch, "")
 
             def follow(frame, event, returned):
-                file, code = Path(frame.f_code.co_filename), frame.f_code
-                if event not in ("call", "return") or PACKAGE not in file.parents or code.co_name == "<module>":
+                file, code = _in_package(frame.f_code.co_filename), frame.f_code
+                if not file or event not in ("call", "return") or code.co_name == "<module>":
                     return
                 given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
-                entered[step].add(str(file.relative_to(PACKAGE)))
+                entered[step].add(file)
                 if any(map(_is_record, given if event == "call" else [returned])):
-                    handed[step].add(str(file.relative_to(PACKAGE)))
+                    handed[step].add(file)
 
             sys.setprofile(follow if step else None)
 

@@ -1,7 +1,5 @@
 """A rate that is too high recovers; a run that is not proven to be lost is left alone."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -19,10 +17,10 @@ X, Y = (DIGITS.data[:1280] / 16).astype("float32"), DIGITS.target[:1280]
 """160 steps in all."""
 
 
-def mlp(optimizer, activation="relu", dtype="float32"):
+def mlp(optimizer, units=64, **kernel):
     def build():
-        hidden = [layers.Dense(64, activation, dtype=dtype) for _ in range(2)]
-        model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10, dtype=dtype)])
+        body = [layers.Dense(units, "relu", **kernel), layers.Dense(10, **kernel)]
+        model = keras.Sequential([keras.Input((64,)), *body])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer(), loss, metrics=["accuracy"])
         return model
@@ -67,10 +65,6 @@ def accuracy(model):
     return model.evaluate(X, Y, batch_size=256, verbose=0, return_dict=True)["accuracy"]
 
 
-def momentum(rate):
-    return lambda: optimizers.SGD(rate, momentum=0.9)
-
-
 def adam(rate):
     return lambda: optimizers.Adam(rate)
 
@@ -89,7 +83,7 @@ class TestOverflow:
             model = keras.Sequential([keras.Input((16,)), layers.Dense(32, "relu"), layers.Dense(1)])
             model.compile(optimizers.SGD(rate), "mse")
             guards = [guard] if guard is not None else []
-            model.fit(x, y, batch_size=BATCH, epochs=10, verbose=0, callbacks=guards)
+            model.fit(x, y, batch_size=BATCH, epochs=5, verbose=0, callbacks=guards)
             return model.evaluate(x, y, batch_size=256, verbose=0)
 
         guard = NanGuard(verbose=0)
@@ -136,34 +130,25 @@ class TestFinite:
     """All numbers are finite, and the network no longer learns."""
 
     def test_a_loss_that_cannot_fall_to_half(self):
-        """Six of ten labels are random, so the lowest possible loss is 1.9, and that of an untrained network 2.3."""
+        """Six of ten labels are random, so the loss falls from 2.3 to no less than 1.9."""
         draw = np.random.default_rng(0)
         labels = np.where(draw.random(len(Y)) < 0.6, draw.integers(10, size=len(Y)), Y)
 
-        def posed():
-            inputs = keras.Input((64,))
-            hidden = layers.Dense(32)(inputs)
-            for _ in range(2):
-                inner = layers.Dense(64, "gelu")(layers.LayerNormalization()(hidden))
-                hidden = hidden + layers.Dense(32)(inner)
-            model = keras.Model(inputs, layers.Dense(10)(layers.LayerNormalization()(hidden)))
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(optimizers.Adam(1.0), loss, metrics=["accuracy"])
-            return model
-
-        stock, history = fit(posed, y=labels, epochs=10)
+        posed = mlp(adam(3.0), 32, kernel_constraint=keras.constraints.MaxNorm(2))
+        stock, history = fit(posed, y=labels, epochs=3)
         assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.3
         guard = NanGuard(verbose=0)
-        model, _ = fit(posed, guard, y=labels, epochs=10)
+        model, _ = fit(posed, guard, y=labels, epochs=3)
+        assert [f.site for f in guard.incidents[0].findings] == ["loss"], "no kernel has grown"
         assert accuracy(model) > 0.7 and changes(guard) == [["rollback", "lower_lr"]]
 
     def test_saturated(self):
         """Adam at a thousand times its rate: the loss settles far above its initial value."""
         posed = mlp(adam(3.0))
-        stock, history = fit(posed, epochs=8)
+        stock, history = fit(posed, epochs=6)
         assert np.isfinite(history["loss"]).all() and accuracy(stock) < 0.5
         guard = NanGuard(verbose=0)
-        model, _ = fit(posed, guard, epochs=8)
+        model, _ = fit(posed, guard, epochs=6)
         assert accuracy(model) > 0.95
         (first,) = guard.incidents
         assert not first.refused and first.findings[0].kind == "divergence"
@@ -193,30 +178,30 @@ class TestFinite:
         assert any(f.kind == "stuck" for i in guard.incidents for f in i.findings)
 
     def test_a_long_epoch(self):
-        """All steps of an epoch of 320 are replayed, so the run ends like one at the lower rate."""
+        """All steps of an epoch of 260 are replayed, so the run ends like one at the lower rate."""
 
         def run(rate, guard=None):
             keras.utils.set_random_seed(0)
             model = mlp(adam(rate))()
             callbacks = [guard] if guard is not None else []
-            model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+            model.fit(X[:1040], Y[:1040], batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
             return model
 
         guard = NanGuard(verbose=0)
         model = run(1.0, guard)
         (incident,) = [i for i in guard.incidents if i.changes]
-        assert "321 later steps replayed" in str(incident)
+        assert "261 later steps replayed" in str(incident)
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         assert rate < 0.5
         same(model, run(rate))
 
     def test_under_a_schedule(self):
         """The whole schedule is scaled, on the instance: the saved config does not change."""
-        schedule = optimizers.schedules.CosineDecay(0.01, 300, warmup_target=1.0, warmup_steps=60)
+        schedule = optimizers.schedules.CosineDecay(0.01, 2000, warmup_target=3.0, warmup_steps=20)
         posed = mlp(adam(schedule))
-        stock, _ = fit(posed, epochs=10)
+        stock, _ = fit(posed, epochs=5)
         guard = NanGuard(verbose=0)
-        model, _ = fit(posed, guard, epochs=10)
+        model, _ = fit(posed, guard, epochs=5)
         assert accuracy(stock) < 0.5 and accuracy(model) > 0.9
         assert model.optimizer.get_config()["learning_rate"]["config"] == schedule.get_config()
 
@@ -253,7 +238,7 @@ class TestProbation:
         """The state is restored, a line reports this, and the guard never acts on it again."""
         guard = NanGuard()
         spoils = Spoils(guard)
-        model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=6)
+        model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=5)
         assert len(guard.incidents) == 1
         assert "State and learning rate are restored" in capsys.readouterr().out
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
@@ -264,9 +249,8 @@ class TestProbation:
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
 
     def test_a_rate_that_is_lowered_without_a_rollback_is_on_probation_too(self, capsys):
-        """Any action is compared with the state before it."""
         guard = NanGuard(divergence={"action": "lower_lr"})
-        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard)], epochs=6)
+        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard)], epochs=5)
         assert changes(guard) == [["lower_lr"]]
         assert "State and learning rate are restored" in capsys.readouterr().out
         assert guard.session.guard_state.lowered is None
@@ -280,7 +264,7 @@ class TestProbation:
                 if guard.incidents and guard.incidents[0].epoch == epoch - 1:
                     guard.session.run.recent.restart()
 
-        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard), Forgets()], epochs=6)
+        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard), Forgets()], epochs=5)
         assert len(guard.incidents) == 1
         assert "State and learning rate are restored" in capsys.readouterr().out
 
@@ -314,8 +298,7 @@ class TestNoObjective:
     def test_a_loss_of_the_users_own(self):
         def build():
             inputs = keras.Input((64,))
-            hidden = layers.Dense(64, "relu")(layers.Dense(64, "relu")(inputs))
-            model = OwnStep(inputs, layers.Dense(10)(hidden))
+            model = OwnStep(inputs, layers.Dense(10)(layers.Dense(64, "relu")(inputs)))
             model.compile(adam(3.0)(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
             return model
 
@@ -337,27 +320,29 @@ class TestNoObjective:
         assert guard.incidents == []
 
 
+def left_alone(build, **options):
+    """Check that a guarded run has no incident, and the plain run's bits; return its History."""
+    plain, history = fit(build, **options)
+    guard = NanGuard(verbose=0)
+    model, _ = fit(build, guard, **options)
+    assert guard.incidents == []
+    same(model, plain)
+    return history
+
+
 class TestHealthy:
     """Programs whose loss is not lower than at first, and that a lower rate would not help."""
 
     def test_nothing_to_learn(self):
         """Targets are noise: never better than untrained; left alone, with the plain run's bits."""
         y = np.random.default_rng(0).integers(0, 10, len(X))
-        plain, _ = fit(mlp(adam(1e-3)), y=y)
-        guard = NanGuard(verbose=0)
-        model, _ = fit(mlp(adam(1e-3)), guard, y=y)
-        assert guard.incidents == []
-        same(model, plain)
+        left_alone(mlp(adam(1e-3)), y=y)
 
     def test_an_easy_first_batch(self):
         """The loss of the first step is the lowest: targets grow a thousandfold over time."""
         y = (X.sum(1, keepdims=True) * np.geomspace(1, 1e3, len(X))[:, None]).astype("float32")
-        plain, history = fit(unscaled(adam(1e-2)), y=y, shuffle=False)
+        history = left_alone(unscaled(adam(1e-2)), y=y, shuffle=False)
         assert history["loss"][-1] > 100.0
-        guard = NanGuard(verbose=0)
-        model, _ = fit(unscaled(adam(1e-2)), guard, y=y, shuffle=False)
-        assert guard.incidents == []
-        same(model, plain)
 
     def test_rare_classes(self):
         """Batches without a positive have a loss a thousand times lower than those with one."""
@@ -368,11 +353,7 @@ class TestHealthy:
             model.compile(adam(1e-2)(), "binary_crossentropy")
             return model
 
-        plain, _ = fit(build, y=y)
-        guard = NanGuard(verbose=0)
-        model, _ = fit(build, guard, y=y)
-        assert guard.incidents == []
-        same(model, plain)
+        left_alone(build, y=y)
 
     def test_a_loss_weight_that_a_callback_raises(self):
         """States are compared under the current weight of the loss, also if it is a variable."""
@@ -396,11 +377,7 @@ class TestHealthy:
             model.compile(adam(1e-2)(), lambda y, p: weighted.weight * keras.ops.square(y - p))
             return model
 
-        plain, _ = fit(build, y=y, epochs=10, callbacks=[Raises()])
-        guard = NanGuard(verbose=0)
-        model, _ = fit(build, guard, y=y, epochs=10, callbacks=[Raises()])
-        assert guard.incidents == []
-        same(model, plain)
+        left_alone(build, y=y, epochs=10, callbacks=[Raises()])
 
 
 STEPS = []
