@@ -1,7 +1,5 @@
 """Everything in `tests/public_api.txt` stays, and additions to it are deliberate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support import public_api

@@ -1,7 +1,5 @@
 """The benchmarks read what the library has."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every link of the docs has a target, every public name exists. tests/docs runs their code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,7 +13,6 @@ PAGES = [*FIRST, *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" no
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Every relative link of a page names an existing file, and a heading in it."""
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
         file = page.parent / target if target else page
         assert file.exists(), f"{page.name} links to {target}"
@@ -36,7 +33,6 @@ def test_the_readme_has_no_relative_links():
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page on GitHub."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,7 +1,5 @@
 """Wrong use gives an error with the expected and the received value and the remedy."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import subprocess
@@ -70,7 +68,6 @@ def test_verbose_is_a_switch_too():
     ],
 )
 def test_wrong_arguments_are_answered_in_one_sentence(arguments, answer):
-    """Each mistake gives one line with the intended argument."""
     with pytest.raises((GuardError, PolicyError)) as error:
         NanGuard(**arguments)
     assert answer in str(error.value) and "\n" not in str(error.value)
@@ -185,7 +182,6 @@ def test_loop_without_watch():
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
 def test_watch_without_optimizer():
-    """`watch` needs an optimizer, as an argument or from the model."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     with pytest.raises(GuardError, match="optimizer"), NanGuard(verbose=0).watch(model):
         pass
@@ -201,7 +197,6 @@ def test_watch_with_a_list_of_optimizers():
 
 
 def test_watch_twice():
-    """One guard watches one loop at a time."""
     model, guard = zoo.plain(), NanGuard(verbose=0)
     with guard.watch(model), pytest.raises(GuardInUseError, match="one"), guard.watch(model):
         pass

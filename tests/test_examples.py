@@ -1,7 +1,5 @@
 """Every example runs, shows the benefit of the guard, and prints what docs/examples.md shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -34,7 +32,6 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def table() -> dict[str, list[str]]:
-    """Return the output of each example on the page."""
     rows = re.findall(r"^\| \[`?([\w.]+)`?\]\(\.\./examples/\1\) \| .* \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     return {name: re.findall(r"`([^`]+)`", printed) for name, printed in rows}
 

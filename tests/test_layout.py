@@ -1,7 +1,5 @@
 """Imports go strictly down; one package uses Keras internals, and one each backend."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util
@@ -87,7 +85,6 @@ def _is_ours(name: str) -> bool:
 
 
 def edges(module: str) -> set[str]:
-    """Return the modules of the package that a module imports."""
     return {name.removeprefix("keras_nanguard.") for name in imports(module) if _is_ours(name)} - {module}
 
 

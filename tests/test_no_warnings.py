@@ -1,7 +1,5 @@
 """Every warning of NumPy comes from the user's code, also with NaN, Inf and huge numbers."""
 
-from __future__ import annotations
-
 import warnings
 
 import keras

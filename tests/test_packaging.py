@@ -1,7 +1,5 @@
 """All data of the package are in the wheel, and what a user of the sources needs in the sdist."""
 
-from __future__ import annotations
-
 import configparser
 import fnmatch
 import re

@@ -1,7 +1,5 @@
 """A short fault campaign: its plan is fixed, expectations follow from the numbers."""
 
-from __future__ import annotations
-
 import json
 
 import keras

@@ -1,7 +1,5 @@
 """A short form of the campaign of kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A short run of the fuzzing campaign: its oracles work, and its mutations find nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sqlite3

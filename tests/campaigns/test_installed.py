@@ -1,7 +1,5 @@
 """`make release` detects every missing file and every command that ends unexpectedly."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

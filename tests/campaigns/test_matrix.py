@@ -1,7 +1,5 @@
 """The matrix of versions covers the declared ones; its tests exist, the page shows results."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re
@@ -33,7 +31,6 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def test_the_short_suite_names_tests():
-    """pytest collects every test of the short suite, with its parameters."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--nightly", "-p", "no:cacheprovider", *short_suite.tests_of("tensorflow")]
     done = subprocess.run(command, cwd=ROOT, env=short_suite.environment_of("tensorflow"), stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:]

@@ -1,7 +1,5 @@
 """The surviving mutants are explained, their code exists, and a mistake is detected."""
 
-from __future__ import annotations
-
 import ast
 import json
 from types import SimpleNamespace
@@ -86,7 +84,6 @@ def test_the_latest_result_counts(tmp_path):
 
 
 def test_tests_that_cannot_be_collected_notice_nothing(tmp_path):
-    """If a test file cannot be imported, each mutant would count as detected."""
     session = SimpleNamespace(testsfailed=1, items=[], Interrupted=pytest.Session.Interrupted)
     with pytest.raises(pytest.Session.Interrupted, match="1 errors in collecting"):
         mutant_runs.Runs((), (), tmp_path, "none", 1.0).pytest_runtestloop(session)

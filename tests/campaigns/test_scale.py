@@ -1,7 +1,5 @@
 """A short measurement against size: models of that size, two fits, a table and a plot."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

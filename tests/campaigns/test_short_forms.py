@@ -1,7 +1,5 @@
 """Each benchmark runs in its shortest form, on one backend that it was written for."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -49,7 +47,6 @@ def test_runs(name, tmp_path):
 
 @pytest.mark.requires_backend("tensorflow", reason="only TensorFlow has all of them")
 def test_each_client_has_tests(monkeypatch):
-    """The names of tests that `clients.py` runs exist."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     clients = importlib.import_module("clients")
     names = clients.tests_of(clients.CLIENTS, "tensorflow")

@@ -1,7 +1,5 @@
 """A short form of the soak: its counts and measurements are right, and its claims can fail."""
 
-from __future__ import annotations
-
 import copy
 import threading
 
@@ -59,7 +57,6 @@ SOUND = {
 
 
 def test_sound():
-    """If nothing has grown in a run, every claim holds."""
     assert all(soak.claims(SOUND).values())
 
 

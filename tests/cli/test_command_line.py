@@ -38,7 +38,6 @@ def bad(good, tmp_path):
 
 
 def run(*words):
-    """Run the program like a user."""
     return subprocess.run(
         [sys.executable, "-m", "keras_nanguard", *words],
         capture_output=True,
@@ -69,7 +68,6 @@ def test_scan_continues_after_a_file_that_cannot_be_read(good, bad, tmp_path, ca
 
 
 def test_json_is_one_strict_document_a_line(good, bad, capsys):
-    """Every line of `--json` is JSON with a format number."""
     assert main(["scan", good, bad, "--json"]) == FOUND
     documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [document["clean"] for document in documents] == [True, False]
@@ -213,7 +211,6 @@ def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
 
 
 def test_recalibrate_writes_a_repaired_model(model_file, tmp_path, capsys):
-    """The new file has the statistics of the data."""
     x = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     output = str(tmp_path / "healed.keras")
@@ -312,7 +309,6 @@ def test_tables_show_names_as_text_and_not_as_markup(bad, tmp_path, capsys):
 
 
 def test_the_runs_on_the_page_are_accepted_by_the_parser(capsys):
-    """Each example is a command with options from its help."""
     runs = re.findall(r"^    keras-nanguard (.*)$", (DOCS / "cli.md").read_text(), re.MULTILINE)
     assert len(runs) >= 9
     for run in runs:

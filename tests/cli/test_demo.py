@@ -1,7 +1,5 @@
 """The demonstration shows the benefit of the guard, and fails if there is none."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,9 +8,8 @@ pytest.importorskip("sklearn")
 
 from keras_nanguard._cli import demo
 
-SLOW = (
-    pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()
-)  # convolutions in float16 on a CPU
+# convolutions in float16 on a CPU
+SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()
 
 
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
@@ -36,7 +33,6 @@ def test_the_guarded_run_wins(capsys, epochs):
 
 
 def test_a_guard_without_benefit_fails(monkeypatch, capsys):
-    """If the guarded run does not win, the exit code is 1 and a line reports this."""
     result = {demo.ACCURACY: 0.1, demo.LOSS: 0.1, demo.BAD: 0, "predictions that are NaN": "0 of 357"}
     monkeypatch.setattr(demo, "train", lambda *args: result)
     assert demo.run(1) == 1

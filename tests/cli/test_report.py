@@ -1,7 +1,5 @@
 """`keras-nanguard report` prints the recorded incidents of a guarded run."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -77,7 +75,6 @@ def test_skipped_steps_are_those_of_the_recording(tmp_path, capsys):
 
 
 def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
-    """An error names the requested file, not the temporary one."""
     path = tmp_path / "missing" / "run.jsonl"
     with pytest.raises(FileNotFoundError) as caught:
         files.write(ShownRun(INCIDENTS), path)
@@ -149,7 +146,6 @@ def test_the_directory_of_a_guard(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["-o", "report.html"], ["-o", "report.json"]], ids=str)
 def test_a_damaged_recording_is_named(tmp_path, monkeypatch, capsys, form):
-    """Nothing is written in place of a report of it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / database.NAME).write_bytes(b"SQLite format 3\0 and then something else")
     assert main(["report", ".", *form]) == 2

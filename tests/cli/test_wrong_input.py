@@ -1,10 +1,9 @@
 """Each command with each wrong input: one sentence with names of options, exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,60 +17,36 @@ MISUSE = 2
 zoo.once()
 
 
-def _missing(folder):
-    return folder / "missing.keras"
+def _at(name, make=lambda path: None):
+    """Return a function that makes something under this name in a folder, and returns its path."""
 
+    def made(folder):
+        make(folder / name)
+        return folder / name
 
-def _within_a_missing_folder(folder):
-    return folder / "nowhere" / "model.keras"
-
-
-def _folder(folder):
-    (folder / "folder.keras").mkdir()
-    return folder / "folder.keras"
+    return made
 
 
 def _written(name, data):
-    def make(folder):
-        (folder / name).write_bytes(data)
-        return folder / name
-
-    return make
+    return _at(name, lambda path: path.write_bytes(data))
 
 
-def _other_archive(folder):
-    with zipfile.ZipFile(folder / "other.keras", "w") as archive:
+def _archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "a model")
-    return folder / "other.keras"
 
 
-def _unreadable(folder):
-    path = folder / "unreadable.keras"
+def _unreadable(path):
     path.write_bytes(b"PK\x03\x04")
     path.chmod(0)
     if os.access(path, os.R_OK):
         pytest.skip("this user may read every file")
-    return path
-
-
-def _broken_link(folder):
-    (folder / "link.keras").symlink_to(folder / "missing")
-    return folder / "link.keras"
-
-
-def _pipe(folder):
-    os.mkfifo(folder / "pipe.keras")
-    return folder / "pipe.keras"
-
-
-def _unwritable_name(folder):
-    return folder / ("x" * 300 + ".keras")
 
 
 INPUTS = {
-    "missing": _missing,
-    "in a missing folder": _within_a_missing_folder,
-    "a folder": _folder,
+    "missing": _at("missing.keras"),
+    "in a missing folder": _at("nowhere/model.keras"),
+    "a folder": _at("folder.keras", Path.mkdir),
     "empty": _written("empty.keras", b""),
     "text as .keras": _written("text.keras", b"This is a model.\nReally.\n"),
     "text as .h5": _written("text.h5", b"This is a model.\n"),
@@ -89,11 +64,11 @@ INPUTS = {
     "wrong ending": _written("model.txt", b"\x89HDF\r\n\x1a\n"),
     "start of an HDF5 file": _written("start.h5", b"\x89HDF\r\n\x1a\n" + bytes(60)),
     "start of an archive": _written("start.keras", b"PK\x03\x04" + bytes(60)),
-    "another archive": _other_archive,
-    "unreadable": _unreadable,
-    "a broken link": _broken_link,
-    "a pipe": _pipe,
-    "a name too long": _unwritable_name,
+    "another archive": _at("other.keras", _archive),
+    "unreadable": _at("unreadable.keras", _unreadable),
+    "a broken link": _at("link.keras", lambda path: path.symlink_to("missing")),
+    "a pipe": _at("pipe.keras", os.mkfifo),
+    "a name too long": _at("x" * 300 + ".keras"),
 }
 
 COMMANDS = {
@@ -128,9 +103,8 @@ def test_wrong_input_is_one_sentence(command, given, good, tmp_path, capfd):
     code = main([word.format(path, **good) for word in COMMANDS[command]])
     captured = capfd.readouterr()
     reported = [line for line in captured.err.splitlines() if line.startswith("keras-nanguard: ")]
-    if (
-        command == "check-policy" and code == 1
-    ):  # a policy that can be read, and is wrong, is a finding
+    # a policy that can be read, and is wrong, is a finding
+    if command == "check-policy" and code == 1:
         assert captured.out and not reported
         return
     assert code == MISUSE, captured
@@ -255,7 +229,6 @@ def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
 
 
 def test_a_model_without_permission_cannot_be_read(good, monkeypatch, capsys):
-    """A file that may not be opened is reported as unreadable, not as unwritable."""
     pytest.importorskip("keras")
 
     def refuse(path, *more, _open=open, **named):
@@ -270,7 +243,6 @@ def test_a_model_without_permission_cannot_be_read(good, monkeypatch, capsys):
 
 
 def test_an_imported_module_that_fails(tmp_path, monkeypatch, capsys):
-    """Any exception of the module becomes one sentence."""
     (tmp_path / "boom.py").write_text("raise ValueError('boom')")
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "bundle.json").write_text("{}")
@@ -287,7 +259,6 @@ def test_a_defect_of_the_library_is_not_found_either(good, monkeypatch, capsys):
 
 
 def test_a_model_that_keras_cannot_load(tmp_path, capsys):
-    """Any exception of Keras for a file becomes one sentence."""
     pytest.importorskip("keras")
 
     for config in (

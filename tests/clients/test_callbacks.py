@@ -1,7 +1,5 @@
 """All stock callbacks together, and those that log: in any order they get the guard's keys."""
 
-from __future__ import annotations
-
 import csv
 
 import keras

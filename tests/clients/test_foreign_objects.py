@@ -1,7 +1,5 @@
 """Custom objects in a model, an optimizer or a batch, which the guard must not affect."""
 
-from __future__ import annotations
-
 import random
 
 import keras
@@ -38,8 +36,6 @@ class NoAttributes:
 
 @pytest.mark.parametrize("helper", [Environment(), [NoAttributes()], {"env": Environment()}])
 def test_attributes_whose_properties_raise(helper):
-    """The properties of objects in layers are not evaluated."""
-
     def build():
         model = zoo.plain()
         object.__setattr__(model, "helper", helper)
@@ -61,8 +57,6 @@ class Scaled(keras.layers.BatchNormalization):
 
 
 def test_a_batchnormalization_without_moving_statistics():
-    """A subclass of BatchNormalization may have none of its variables."""
-
     def build():
         model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1)])
         model.compile("adam", "mse")

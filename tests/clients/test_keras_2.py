@@ -1,7 +1,5 @@
 """Models of Keras 2, now `tf_keras`: a clear error, and an unchanged model."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

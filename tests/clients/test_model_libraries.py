@@ -1,7 +1,5 @@
 """A healthy run equals the plain one, and a bad batch changes nothing."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

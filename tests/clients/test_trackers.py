@@ -1,7 +1,5 @@
 """Callbacks of real trackers, in processes, log the keys of the guard at any position."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -38,7 +36,6 @@ def all_ways(make):
 
 
 def run(code, folder):
-    """Run a program and return its last output."""
     more = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", BEFORE + code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, check=False, timeout=280, cwd=ROOT)
@@ -115,7 +112,6 @@ print(json.dumps({name: open(os.path.join(folder, name + ".txt")).read() for nam
 
 
 def test_tqdm(tmp_path):
-    """tqdm's progress bar for Keras runs as without a guard."""
     pytest.importorskip("tqdm.keras", exc_type=ImportError, reason="tqdm has no callback for Keras here")
     found = run(TQDM, tmp_path)
     assert all("loss" in text for text in found.values()) and "refused_steps" in found["TrueTrue"]

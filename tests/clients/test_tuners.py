@@ -1,7 +1,5 @@
 """Real tuners copy callbacks for each trial, and a failed trial is never the best one."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
@@ -14,9 +12,7 @@ from support import zoo
 from keras_nanguard import NanGuard
 
 RATES = [0.01, 1e30, 30.0]
-"""One at which the model trains, one that overflows in the second step, and one at which training
-diverges.
-"""
+"""The model trains, overflows in the second step, and diverges."""
 
 
 def data():
@@ -57,7 +53,6 @@ class TestPreset:
         assert np.isnan(history["val_unknown"]).all()
 
     def test_a_healthy_rate_is_left_alone(self):
-        """The history is that of a run without a guard."""
         used = guard()
         assert zoo.plain_logs(fit(0.01, used).history) == fit(0.01).history and used.incidents == []
 
@@ -69,7 +64,6 @@ class TestPreset:
         assert history["refused_steps"] == [1] * 4 and max(history["val_loss"]) < 10
 
     def test_callbacks_take_the_worst_value_for_no_best_one(self, tmp_path):
-        """`ModelCheckpoint` does not save it."""
         path = tmp_path / "best.keras"
         fit(1e30, guard(), keras.callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True))
         assert not path.exists()

@@ -1,7 +1,5 @@
 """The one definition of "finite", compared with NumPy entry by entry."""
 
-from __future__ import annotations
-
 import tracemalloc
 import warnings
 
@@ -30,7 +28,6 @@ def test_which_dtypes_can_be_bad():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
-    """A NaN in any float dtype; also an Inf, if the dtype has one."""
     bad = array(dtype, [1.0, np.nan, 2.0])
     assert not finiteness.is_finite(bad) and finiteness.counts(bad) == (1, 0, 3)
     assert finiteness.is_finite(array(dtype, [1.0, 0.5])) and finiteness.counts(array(dtype, [1.0, 0.5])) == (0, 0, 2)

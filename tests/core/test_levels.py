@@ -1,7 +1,5 @@
 """Level and onset of a loss, from its series alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

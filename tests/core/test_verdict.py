@@ -1,7 +1,5 @@
 """The numbers of a step on the host: every combination of finite, NaN and infinite numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace
@@ -58,7 +56,6 @@ def test_the_gradient_norm_of_no_gradient_is_0():
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_combination_of_sums(refused, scale):
-    """Each property, as in its docstring, for each set of sums that are not finite."""
     for bad in itertools.product((1.5, NAN, INF, -INF), repeat=5):
         verdict = Verdict(refused, *bad, scale)
         fine = dict(zip(SUMS, map(math.isfinite, bad)))
@@ -74,7 +71,6 @@ def report(verdict=FINE, **counts):
 
 
 def test_a_finding_for_each_bad_row():
-    """Counts become findings, in order; rows without NaN and Inf become none."""
     found = report(inputs=(1, 0, 8), loss=(0, 0, 1), gradients=(0, 2, 4), weights=(3, 4, 9))
     assert found == [
         Finding("inputs", "nonfinite", "a/inputs", 1, 0, 8),

@@ -1,7 +1,5 @@
 """A bundle has everything to replay the bad step, and a malicious one is rejected."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -16,15 +14,15 @@ import mechanisms
 import numpy as np
 import pytest
 from keras import layers
+from support import zoo
 
 from keras_nanguard import BundleError, GuardError, NanGuard, replay
 
 
-def written(name: str, directory: Path, **compile_):
+def written(name: str, directory: Path):
     case = mechanisms.PROGRAMS[name](True)
-    guard = NanGuard(verbose=0, directory=directory)
-    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
-    return case, next(incident for incident in guard.incidents if incident.bundle)
+    incidents = case.train(NanGuard(verbose=0, directory=directory))
+    return case, next(incident for incident in incidents if incident.bundle)
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +150,7 @@ def test_a_damaged_first_state_is_refused(diverged, tmp_path):
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)
-    guard = NanGuard(verbose=0)
-    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
-    assert guard.incidents[0].bundle is None
+    assert case.train(NanGuard(verbose=0))[0].bundle is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -308,15 +304,13 @@ def test_a_state_that_was_bad_before_the_step_is_named_again(tmp_path, layer, na
     model = keras.Sequential([keras.Input((4,)), hidden, norm, layers.Dense(1)])
     model.compile("sgd", "mse")
 
-    class Spoil(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 2:
-                variable = getattr(self.model.get_layer(layer), name)
-                variable.assign(keras.ops.convert_to_numpy(variable) * value)
+    def spoil(model):
+        variable = getattr(model.get_layer(layer), name)
+        variable.assign(keras.ops.convert_to_numpy(variable) * value)
 
     x = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
     guard = NanGuard("stop", verbose=0, directory=tmp_path)
-    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard, Spoil()])
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard, zoo.Before(spoil, 2)])
     incident = guard.incidents[0]
     assert incident.sites[0] == "state"
     for again in (replay(incident.bundle), replay(incident.bundle, model)):

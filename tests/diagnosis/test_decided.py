@@ -1,7 +1,5 @@
 """Evidence on both sides of every threshold: cause, culprit, rows, confidence and rule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -14,12 +12,7 @@ from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin
 from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion, decide
-from keras_nanguard._diagnose.evidence import (
-    EXPONENTIALS,
-    POLES,
-    OptimizerFacts,
-    TargetFault,
-)
+from keras_nanguard._diagnose.evidence import EXPONENTIALS, POLES, OptimizerFacts, TargetFault
 
 NAN, INF = math.nan, math.inf
 
@@ -47,6 +40,11 @@ def bad(*named, **more):
     return evidence_of(findings=findings(*named), **{**known, **more})
 
 
+def update(**more):
+    """Return the evidence of a step whose weights are the first that is bad."""
+    return bad(first="weights", **more)
+
+
 def seen(*named, **more):
     """Return the evidence of a committed step that was not replayed."""
     known = {"refused": False, "first_path": "d/kernel", "count": 16}
@@ -63,6 +61,14 @@ def above(number):
 
 def grows(**more):
     return Growth(**{"steps": 6, **more})
+
+
+RISEN = grows(loss=1e3)
+
+
+def risen(**more):
+    """Return the evidence of an overflow after the loss has grown."""
+    return bad(origin=OVERFLOW, growth=RISEN, **more)
 
 
 def spread(name="inputs", max_abs=1.0, **more):
@@ -89,11 +95,21 @@ def decided(cause, culprit="d/kernel", samples=(), confidence=0.9, because=""):
     return Conclusion(cause, culprit, samples, confidence, because)
 
 
+BLAMED = decided("optimizer_domain", confidence=0.85, because="update")
+CONSTANT_FEATURES = decided("input_scale", "norm", confidence=0.8, because="constant")
+CONSTRAINED = decided("optimizer_domain", because="constraint")
+DIED = decided("divergence", confidence=0.8, because="dead")
+EXPLODES = decided("divergence", confidence=0.7, because="explosion")
+GREW = decided("divergence", "dense", confidence=0.85, because="growth")
+RATE = decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate")
+SPIKE = decided("spike", confidence=0.8, because="spike")
+
 STATE = {
     "a marker that the loss reads": (bad(origin=VARIABLE), decided("state_nonfinite", "bn/moving_mean", because="state")),
     "a marker that only a gradient reads": (bad(origin=VARIABLE, first="gradients"), UNKNOWN),
     "an operation, and no state": (bad(origin=origin()), DOMAIN),
     "nothing": (bad(), UNKNOWN),
+    "not even a finding": (evidence_of(), replace(UNKNOWN, culprit="")),
     "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95, "state")),
     "statistics": (bad("loss:nonfinite", state=(("m", "statistics"),)), decided("state_nonfinite", "m", (), 0.95, "state")),
     "a weight that was finite after the step before": (
@@ -102,11 +118,11 @@ STATE = {
     ),
     "a weight, after a rate without bounds": (
         bad(state=(("k", "weights"),), optimizers=(OptimizerFacts("Adam", INF),)),
-        decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
+        RATE,
     ),
     "a finite weight, after a jump": (
         bad("state:out_of_range", state=(("k", "weights"),), growth=Growth(jump=(1e3, 2))),
-        decided("divergence", "k", confidence=0.85, because="growth"),
+        replace(GREW, culprit="k"),
     ),
     "statistics, in a validation": (
         seen("validation:nonfinite", state=(("m", "statistics"), ("v", "statistics"))),
@@ -167,8 +183,8 @@ MONITORS = {
         f"loss scale: {how}": (seen(f"loss_scale:{how}"), decided("loss_scale_collapsed", "", because="scale"))
         for how in ("collapse", "out_of_range", "nonfinite")
     },
-    "dead after a jump": (seen("gradients:stuck", growth=jumped(JUMP)), decided("divergence", confidence=0.8, because="dead")),
-    "dead weights after a jump": (seen("weights:stuck", growth=jumped(JUMP)), decided("divergence", confidence=0.8, because="dead")),
+    "dead after a jump": (seen("gradients:stuck", growth=jumped(JUMP)), DIED),
+    "dead weights after a jump": (seen("weights:stuck", growth=jumped(JUMP)), DIED),
     "dead after less, in float16": (
         seen("gradients:stuck", growth=jumped(below(JUMP)), low_precision="float16"),
         decided("float16_underflow", confidence=0.7, because="dead"),
@@ -184,12 +200,12 @@ MONITORS = {
     ),
     "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8, "negative")),
     "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.85, because="explosion")),
-    "spike after a rise": (seen("loss:spike", growth=jumped(1e9)), decided("spike", confidence=0.8, because="spike")),
+    "spike after a rise": (seen("loss:spike", growth=jumped(1e9)), SPIKE),
     "spike of rows": (seen("loss:spike", growth=jumped(1e3), count=12, **ROWS), decided("spike", "d/kernel", (3, 1, 9), 0.8, "spike")),
-    "spike of too many rows": (seen("loss:spike", count=11, **ROWS), decided("spike", confidence=0.8, because="spike")),
+    "spike of too many rows": (seen("loss:spike", count=11, **ROWS), SPIKE),
     "spike of whole numbers": (
         seen("loss:spike", inputs=(spread(outliers=(1,), integer=True),)),
-        decided("spike", confidence=0.8, because="spike"),
+        SPIKE,
     ),
     "nothing of these": (seen("loss:nonfinite"), UNKNOWN),
 }
@@ -246,18 +262,14 @@ BATCH = {
         decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch"),
     ),
     "bad targets and no origin": (bad(targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
-    "bad targets, gradients first": (
-        bad(targets_bad=UNLABELLED, first="gradients"),
-        decided("divergence", confidence=0.7, because="explosion"),
-    ),
-    "bad inputs, weights first": (bad(inputs_bad=MISSING, first="weights"), decided("optimizer_domain", confidence=0.85, because="update")),
+    "bad targets, gradients first": (bad(targets_bad=UNLABELLED, first="gradients"), EXPLODES),
+    "bad inputs, weights first": (bad(inputs_bad=MISSING, first="weights"), BLAMED),
     "bad inputs, and an operation": (bad(inputs_bad=MISSING, origin=origin()), DOMAIN),
 }
 """NaN or Inf in the batch."""
 
 OUT_OF_RANGE = decided("target_out_of_range", "cce", (3,), 0.9, "targets")
 HARMLESS = replace(FAULT, proof="")
-RISEN = grows(loss=1e3)
 
 TARGETS = {
     "a proven fault": (bad(target_fault=FAULT), OUT_OF_RANGE),
@@ -271,148 +283,140 @@ TARGETS = {
         replace(DOMAIN, cause="forward_domain"),
     ),
     "another fault": (bad(target_fault=HARMLESS, origin=origin()), DOMAIN),
-    "another fault after growth": (
-        bad(target_fault=HARMLESS, origin=OVERFLOW, growth=RISEN),
-        decided("divergence", "dense", confidence=0.85, because="growth"),
-    ),
+    "another fault after growth": (bad(target_fault=HARMLESS, origin=OVERFLOW, growth=RISEN), GREW),
 }
 """Targets that the loss does not accept."""
 
 SCALED = {"first": "gradients", "origin": origin("MatMul", "backward", (ONE,))}
 GRADIENT = decided("gradient_domain", "mse", because="domain")
+
+
+def scaled(scale, **more):
+    """Return the evidence of bad gradients under a loss scale."""
+    return bad(**{**SCALED, "loss_scale": scale, **more})
+
+
 TOO_HIGH = decided("loss_scale_collapsed", "", confidence=0.9, because="scale_high")
 TOO_LOW = decided("loss_scale_collapsed", "", confidence=0.8, because="scale")
 
 SCALE = {
     **{
-        f"a scale of {scale}": (bad(**SCALED, loss_scale=scale), decided("loss_scale_collapsed", "", (), 0.95, "scale"))
+        f"a scale of {scale}": (scaled(scale), decided("loss_scale_collapsed", "", (), 0.95, "scale"))
         for scale in (0.0, -2.0, INF, NAN)
     },
-    "no scale": (bad(**SCALED), GRADIENT),
-    "a scale of 1": (bad(**SCALED, loss_scale=1.0), GRADIENT),
-    "a scale below 1": (bad(**SCALED, loss_scale=below(1.0)), TOO_LOW),
-    "a tiny scale": (bad(**SCALED, loss_scale=5e-324), TOO_LOW),
-    "a scale below 1, nothing bad": (bad(**{**SCALED, "first": ""}, loss_scale=0.5, unscaled="finite"), TOO_LOW),
+    "no scale": (scaled(None), GRADIENT),
+    "a scale of 1": (scaled(1.0), GRADIENT),
+    "a scale below 1": (scaled(below(1.0)), TOO_LOW),
+    "a tiny scale": (scaled(5e-324), TOO_LOW),
+    "a scale below 1, nothing bad": (scaled(0.5, first="", unscaled="finite"), TOO_LOW),
     "a scale below 1, the loss is bad": (bad(loss_scale=0.5, origin=origin()), DOMAIN),
-    "a scale below 1, bad inputs": (bad(**SCALED, loss_scale=0.5, inputs_bad=MISSING), GRADIENT),
-    "a scale below 1, bad without it": (bad(**SCALED, loss_scale=0.5, unscaled="bad"), GRADIENT),
-    "a high scale": (bad(**SCALED, loss_scale=above(2.0**24), unscaled="finite"), TOO_HIGH),
+    "a scale below 1, bad inputs": (scaled(0.5, inputs_bad=MISSING), GRADIENT),
+    "a scale below 1, bad without it": (scaled(0.5, unscaled="bad"), GRADIENT),
+    "a high scale": (scaled(above(2.0**24), unscaled="finite"), TOO_HIGH),
     **{
         f"a high scale, {first or 'nothing'} first": (
-            bad(**{**SCALED, "first": first}, loss_scale=2.0**30, unscaled="finite"),
+            scaled(2.0**30, first=first, unscaled="finite"),
             TOO_HIGH,
         )
         for first in ("loss", "statistics", "")
     },
-    "a high scale, weights first": (
-        bad(first="weights", loss_scale=2.0**30, unscaled="finite"),
-        decided("optimizer_domain", confidence=0.85, because="update"),
-    ),
-    "a high scale, bad without it": (bad(**SCALED, loss_scale=2.0**30, unscaled="bad"), GRADIENT),
-    "a scale that is not too high": (bad(**SCALED, loss_scale=2.0**24, unscaled="finite"), GRADIENT),
+    "a high scale, weights first": (update(loss_scale=2.0**30, unscaled="finite"), BLAMED),
+    "a high scale, bad without it": (scaled(2.0**30, unscaled="bad"), GRADIENT),
+    "a scale that is not too high": (scaled(2.0**24, unscaled="finite"), GRADIENT),
 }
 """The loss scale."""
 
 HALF = {"low_precision": "float16", "float32": "finite", "rows": (3,)}
+
+
+def half(**more):
+    """Return the evidence of a step that is finite in float32."""
+    return bad(**{**HALF, **more})
+
+
 TOO_LARGE = decided("float16_overflow", "dense", (3,), 0.9, "float32")
 TOO_SMALL = decided("float16_underflow", "mse", (3,), 0.9, "float32")
 SMALL_RESULT = origin("MatMul", "forward", (operand(2.0),), dtype="float16", culprit="dense")
 
 LOW_PRECISION = {
-    "overflow": (bad(**HALF, origin=SMALL_RESULT), TOO_LARGE),
-    "overflow of weights that have not grown": (bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=below(20.0))), TOO_LARGE),
-    "overflow of weights that have": (
-        bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=20.0)),
-        decided("divergence", "dense", confidence=0.85, because="growth"),
-    ),
+    "overflow": (half(origin=SMALL_RESULT), TOO_LARGE),
+    "overflow of weights that have not grown": (half(origin=SMALL_RESULT, growth=grows(weights=below(20.0))), TOO_LARGE),
+    "overflow of weights that have": (half(origin=SMALL_RESULT, growth=grows(weights=20.0)), GREW),
     "exp of weights that have grown": (
-        bad(**HALF, origin=EXP, growth=grows(weights=20.0)),
-        decided("divergence", "act", confidence=0.85, because="growth"),
+        half(origin=EXP, growth=grows(weights=20.0)),
+        replace(GREW, culprit="act"),
     ),
     "a few rows, of weights that have grown": (
-        bad(**HALF, origin=SMALL_RESULT, growth=grows(weights=126.0), without_rows="finite"),
+        half(origin=SMALL_RESULT, growth=grows(weights=126.0), without_rows="finite"),
         TOO_LARGE,
     ),
-    "a pole, of weights that have grown": (bad(**HALF, origin=origin(), growth=grows(weights=20.0)), TOO_SMALL),
-    "exp": (bad(**HALF, origin=EXP), replace(TOO_LARGE, culprit="act")),
-    "a pole": (bad(**HALF, origin=origin()), TOO_SMALL),
-    "a pole in the gradients": (bad(**HALF, first="gradients", origin=origin()), replace(TOO_SMALL, cause="float16_overflow")),
-    "a zero in the gradients": (bad(**HALF, first="gradients", origin=origin(operands=(ONE, ZERO))), TOO_SMALL),
-    "a zero that overflows": (bad(**HALF, origin=replace(SMALL_RESULT, operands=(ZERO,))), TOO_LARGE),
-    "nobody knows where": (bad(**HALF), replace(TOO_LARGE, culprit="d/kernel")),
-    "bad in float32": (bad(**{**HALF, "float32": "bad"}, origin=origin()), replace(DOMAIN, samples=(3,))),
-    "float32 throughout": (bad(**{**HALF, "low_precision": ""}, origin=origin()), replace(DOMAIN, samples=(3,))),
-    **{
-        f"{first} first": (bad(**HALF, first=first), decided("optimizer_domain", confidence=0.85, because="update"))
-        for first in ("weights", "slots")
-    },
+    "a pole, of weights that have grown": (half(origin=origin(), growth=grows(weights=20.0)), TOO_SMALL),
+    "exp": (half(origin=EXP), replace(TOO_LARGE, culprit="act")),
+    "a pole": (half(origin=origin()), TOO_SMALL),
+    "a pole in the gradients": (half(first="gradients", origin=origin()), replace(TOO_SMALL, cause="float16_overflow")),
+    "a zero in the gradients": (half(first="gradients", origin=origin(operands=(ONE, ZERO))), TOO_SMALL),
+    "a zero that overflows": (half(origin=replace(SMALL_RESULT, operands=(ZERO,))), TOO_LARGE),
+    "nobody knows where": (half(), replace(TOO_LARGE, culprit="d/kernel")),
+    "bad in float32": (half(float32="bad", origin=origin()), replace(DOMAIN, samples=(3,))),
+    "float32 throughout": (half(low_precision="", origin=origin()), replace(DOMAIN, samples=(3,))),
+    **{f"{first} first": (half(first=first), BLAMED) for first in ("weights", "slots")},
 }
 """The same step in float32 is finite."""
 
-BLAMED = decided("optimizer_domain", confidence=0.85, because="update")
 ROUNDED = replace(ADAM, epsilon_in_dtype=0.0)
 EXPLODED = decided("divergence", confidence=0.8, because="growth")
 
 UPDATE = {
     "an update": (bad(first="slots", optimizers=(ADAM,)), BLAMED),
     **{
-        f"a rate of {rate}": (
-            bad(first="weights", optimizers=(ADAM, replace(ADAM, learning_rate=rate))),
-            decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
-        )
+        f"a rate of {rate}": (update(optimizers=(ADAM, replace(ADAM, learning_rate=rate))), RATE)
         for rate in (NAN, INF)
     },
     "a pole of a schedule, in float32": (
-        bad(first="weights", optimizers=(replace(ADAM, learning_rate=above(1e3), scheduled=True),)),
-        decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate"),
+        update(optimizers=(replace(ADAM, learning_rate=above(1e3), scheduled=True),)),
+        RATE,
     ),
     "a large rate of a schedule": (
-        bad(first="weights", optimizers=(replace(ADAM, learning_rate=1e3, scheduled=True),)),
+        update(optimizers=(replace(ADAM, learning_rate=1e3, scheduled=True),)),
         BLAMED,
     ),
-    "a large rate": (bad(first="weights", optimizers=(replace(ADAM, learning_rate=1e9),)), BLAMED),
-    "after growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=1e4)), EXPLODED),
-    "after growth of the gradients": (bad(first="weights", growth=grows(norm=1e4)), EXPLODED),
+    "a large rate": (update(optimizers=(replace(ADAM, learning_rate=1e9),)), BLAMED),
+    "after growth": (update(optimizers=(ADAM,), growth=grows(loss=1e4)), EXPLODED),
+    "after growth of the gradients": (update(growth=grows(norm=1e4)), EXPLODED),
     "after growth, by a variance that cancels": (
-        bad(first="weights", optimizers=(replace(ADAM, settings={"centered": 1.0}),), growth=grows(loss=1e4)),
+        update(optimizers=(replace(ADAM, settings={"centered": 1.0}),), growth=grows(loss=1e4)),
         BLAMED,
     ),
-    "after less growth": (bad(first="weights", optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
-    "after growth, with an epsilon of 0": (bad(first="weights", optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
-    "after growth, without epsilon": (bad(first="weights", optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
-    "written by something else": (bad(first="weights", written=True), decided("state_nonfinite", confidence=0.85, because="written")),
-    "written by a constraint": (
-        bad(first="weights", written=True, constraint="UnitNorm"),
-        decided("optimizer_domain", because="constraint"),
-    ),
+    "after less growth": (update(optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
+    "after growth, with an epsilon of 0": (update(optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
+    "after growth, without epsilon": (update(optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
+    "written by something else": (update(written=True), decided("state_nonfinite", confidence=0.85, because="written")),
+    "written by a constraint": (update(written=True, constraint="UnitNorm"), CONSTRAINED),
     "an operation of a constraint": (
-        bad(first="weights", constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
-        decided("optimizer_domain", because="constraint"),
+        update(constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
+        CONSTRAINED,
     ),
     "an operation of a custom optimizer": (
-        bad(
-            first="weights",
-            constraint="UnitNorm",
+        update(constraint="UnitNorm",
             origin=origin(phase="update", line="a.py:1 in f"),
             optimizers=(replace(ADAM, own=True),),
         ),
         BLAMED,
     ),
-    "a constraint that nothing shows to be to blame": (bad(first="weights", constraint="UnitNorm"), BLAMED),
+    "a constraint that nothing shows to be to blame": (update(constraint="UnitNorm"), BLAMED),
     "written, the loss is bad": (bad(written=True, origin=origin()), DOMAIN),
 }
 """Finite gradients, and bad weights or slots."""
 
-GREW = decided("divergence", "dense", confidence=0.85, because="growth")
 POLE = origin("Log", "forward", (ONE,), culprit="dense")
 FEW = {"without_rows": "finite", "rows": (1,), "count": 4}
 
 DIVERGENCE = {
-    "overflow after growth": (bad(origin=OVERFLOW, growth=grows(loss=1e3)), GREW),
+    "overflow after growth": (risen(), GREW),
     "overflow after growth of the gradients": (bad(origin=OVERFLOW, growth=grows(norm=1e3)), GREW),
     "overflow after less": (bad(origin=OVERFLOW, growth=grows(loss=below(1e3), norm=below(1e3), weights=1.0)), FORWARD),
     "overflow of grown weights": (bad(origin=OVERFLOW, growth=grows(weights=20.0)), GREW),
-    "explosion after growth": (bad("gradients:explosion", growth=grows(loss=1e3)), decided("divergence", confidence=0.85, because="growth")),
+    "explosion after growth": (bad("gradients:explosion", growth=grows(loss=1e3)), replace(GREW, culprit="d/kernel")),
     "another finding after growth": (bad("loss:explosion", growth=grows(loss=1e3)), UNKNOWN),
     "explosion without growth": (bad("gradients:explosion"), UNKNOWN),
     "explosion next to a pole": (bad("gradients:explosion", origin=POLE, growth=grows(loss=1e3)), FORWARD),
@@ -450,28 +454,28 @@ DIVERGENCE = {
     "a few rows, of weights and a loss that have grown": (bad(origin=OVERFLOW, growth=grows(weights=20.0, loss=20.0), **FEW), GREW),
     "a few rows, of weights and gradients that have": (bad(origin=OVERFLOW, growth=grows(weights=20.0, norm=20.0), **FEW), GREW),
     "constant features": (
-        bad(origin=OVERFLOW, growth=RISEN, table=(layer("a", "Dense", maximum=1e9), layer("b"), layer("c", maximum=1e4))),
-        decided("input_scale", "c", confidence=0.8, because="constant"),
+        risen(table=(layer("a", "Dense", maximum=1e9), layer("b"), layer("c", maximum=1e4))),
+        replace(CONSTANT_FEATURES, culprit="c"),
     ),
     "constant features, negative": (
-        bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", minimum=-1e4),)),
-        decided("input_scale", "c", confidence=0.8, because="constant"),
+        risen(table=(layer("c", minimum=-1e4),)),
+        replace(CONSTANT_FEATURES, culprit="c"),
     ),
     "constant features, and exp": (
         bad(origin=EXP, growth=grows(weights=20.0), table=(layer("c", maximum=1e4),)),
-        decided("input_scale", "c", confidence=0.8, because="constant"),
+        replace(CONSTANT_FEATURES, culprit="c"),
     ),
-    "features that are not constant": (bad(origin=OVERFLOW, growth=RISEN, table=(layer("c", maximum=below(1e4)),)), GREW),
+    "features that are not constant": (risen(table=(layer("c", maximum=below(1e4)),)), GREW),
     "data that is finite at unit scale": (
-        bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("inputs", 5.0),), targets=(spread("targets", 1e3),)),
+        risen(rescaled="finite", inputs=(spread("inputs", 5.0),), targets=(spread("targets", 1e3),)),
         decided("input_scale", "targets", confidence=0.75, because="rescaled"),
     ),
-    "data that is bad at unit scale": (bad(origin=OVERFLOW, growth=RISEN, rescaled="bad", inputs=(spread("inputs", 1e9),)), GREW),
-    "data of a usual scale": (bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("inputs", below(1e3)),)), GREW),
-    "data in whole numbers": (bad(origin=OVERFLOW, growth=RISEN, rescaled="finite", inputs=(spread("ids", 1e6, integer=True),)), GREW),
+    "data that is bad at unit scale": (risen(rescaled="bad", inputs=(spread("inputs", 1e9),)), GREW),
+    "data of a usual scale": (risen(rescaled="finite", inputs=(spread("inputs", below(1e3)),)), GREW),
+    "data in whole numbers": (risen(rescaled="finite", inputs=(spread("ids", 1e6, integer=True),)), GREW),
     "nobody is to blame": (
         bad(origin=replace(OVERFLOW, culprit="", phase="backward"), growth=RISEN),
-        decided("divergence", confidence=0.85, because="growth"),
+        replace(GREW, culprit="d/kernel"),
     ),
 }
 """Loss, gradients or weights have grown."""
@@ -479,22 +483,19 @@ DIVERGENCE = {
 FAR = {"rows": (1,), "without_rows": "finite", "inputs": (spread("inputs", 1e4, outliers=(1, 3)),)}
 OUTLIER = decided("input_scale", "inputs", (1,), 0.9, "outlier")
 DIVERGENCE |= {
-    "an outlier": (bad(origin=OVERFLOW, growth=RISEN, **FAR), OUTLIER),
+    "an outlier": (risen(**FAR), OUTLIER),
     "an outlier among the targets": (
-        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "inputs": (), "targets": FAR["inputs"]}),
+        risen(**{**FAR, "inputs": (), "targets": FAR["inputs"]}),
         OUTLIER,
     ),
     "an outlier in the optimizer": (bad(first="slots", **FAR), OUTLIER),
     "an outlier of an ordinary size": (
-        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "inputs": (spread("inputs", below(1e4), outliers=(1,)),)}),
+        risen(**{**FAR, "inputs": (spread("inputs", below(1e4), outliers=(1,)),)}),
         GREW,
     ),
-    "an outlier that is not alone to blame": (
-        bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "without_rows": "bad"}),
-        GREW,
-    ),
-    "another row is to blame": (bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "rows": (2,)}), GREW),
-    "too many outliers": (bad(origin=OVERFLOW, growth=RISEN, **{**FAR, "rows": (1, 3), "count": 7}), GREW),
+    "an outlier that is not alone to blame": (risen(**{**FAR, "without_rows": "bad"}), GREW),
+    "another row is to blame": (risen(**{**FAR, "rows": (2,)}), GREW),
+    "too many outliers": (risen(**{**FAR, "rows": (1, 3), "count": 7}), GREW),
 }
 
 HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
@@ -504,6 +505,10 @@ CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class
 INPUT_SCALE = {
     "huge inputs": (bad(origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
+    "huge inputs in bfloat16, which has the range of float32": (
+        half(low_precision="bfloat16", origin=OVERFLOW, inputs=HUGE),
+        replace(UNSCALED, samples=(3,)),
+    ),
     "large inputs": (bad(origin=OVERFLOW, inputs=(spread("inputs", below(1e4)),)), FORWARD),
     "huge inputs, squared in the update": (bad(first="slots", origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge inputs, and no overflow": (bad(origin=POLE, inputs=HUGE), FORWARD),
@@ -514,13 +519,10 @@ INPUT_SCALE = {
         bad(origin=OVERFLOW, inputs=HUGE, targets=(spread("targets"), spread("weights", outliers=(6,)))),
         replace(UNSCALED, samples=(6,)),
     ),
-    "constant features": (
-        bad(origin=OVERFLOW, table=(layer(maximum=1e4),)),
-        decided("input_scale", "norm", confidence=0.8, because="constant"),
-    ),
+    "constant features": (bad(origin=OVERFLOW, table=(layer(maximum=1e4),)), CONSTANT_FEATURES),
     "constant features, and an explosion": (
         bad("gradients:explosion", table=(layer(maximum=1e4),)),
-        decided("input_scale", "norm", confidence=0.8, because="constant"),
+        CONSTANT_FEATURES,
     ),
     "constant features, and a pole": (bad(origin=POLE, table=(layer(maximum=1e4),)), FORWARD),
     "constant features, divided by": (bad(origin=CONSTANT, rows=(2,)), decided("input_scale", "norm", (2,), 0.85, "constant")),
@@ -541,7 +543,7 @@ REST = {
     "overflow in the slope": (bad(origin=replace(OVERFLOW, phase="slope")), RECURS),
     "overflow elsewhere": (bad(origin=OVERFLOW), FORWARD),
     "a pole in a recurrent layer": (bad(origin=replace(POLE, layer_class="LSTM")), FORWARD),
-    "a sum of squares": (bad(first="gradients"), decided("divergence", confidence=0.7, because="explosion")),
+    "a sum of squares": (bad(first="gradients"), EXPLODES),
     "a sum of squares, not bad again": (bad(first="gradients", result="failed"), UNKNOWN),
     "an operation in the gradients": (bad(first="gradients", origin=origin()), GRADIENT),
     "a pole in the gradient": (

@@ -1,7 +1,5 @@
 """Each failing mechanism is diagnosed with place and rows; without it nothing is reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,9 +12,8 @@ from keras_nanguard import NanGuard, replay
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
     guard = NanGuard(verbose=0, directory=directory)
-    arguments = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **case.fit, "callbacks": [guard]}
     try:
-        case.model.fit(case.x, case.y, **arguments)
+        case.train(guard)
     except Exception as error:  # noqa: BLE001  some faults end in an exception of the backend, after the incident
         guard.raised = error
     return guard
@@ -39,7 +36,6 @@ def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
 
 
 def check(case, guard):
-    """Compare the report with the known fault of the program."""
     if not case.causes:
         assert all(incident.diagnosis.cause == "unknown" or not incident.refused for incident in guard.incidents)
         return

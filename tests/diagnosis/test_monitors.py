@@ -1,7 +1,5 @@
 """Finite faults are reported by checks that no healthy run can trigger."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 from keras import layers

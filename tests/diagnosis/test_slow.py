@@ -1,7 +1,5 @@
 """A slow diagnosis is announced once, unless printing is off."""
 
-from __future__ import annotations
-
 import time
 
 import keras

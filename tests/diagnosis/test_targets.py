@@ -1,7 +1,5 @@
 """Targets that a loss does not accept are the cause only if the run would not fail without them."""
 
-from __future__ import annotations
-
 import keras
 import ml_dtypes
 import numpy as np
@@ -41,7 +39,6 @@ def test_a_rate_too_high_is_the_cause_as_with_valid_targets(loss, low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 255.0)])
 def test_a_loss_that_falls_without_bound_is_due_to_the_targets(low, high):
-    """With 0 and 1 the same run is healthy."""
     assert not fitted(0.1, 0.0, 1.0, keras.losses.BinaryCrossentropy, 8)
     first = fitted(0.1, low, high, keras.losses.BinaryCrossentropy, 8)[0].diagnosis
     assert first.cause == "target_out_of_range"

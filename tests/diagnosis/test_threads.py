@@ -1,7 +1,5 @@
 """Diagnoses in several threads do not affect each other, and other threads are not observed."""
 
-from __future__ import annotations
-
 import threading
 
 import keras
@@ -66,7 +64,6 @@ def test_observers_that_end_in_another_order_leave_nothing_behind():
 
 
 def test_another_thread_is_not_observed():
-    """Operations of another thread are not part of an observed run."""
     origins = current.replay().Origins()
     zeros = ops.zeros(3)
     with origins:

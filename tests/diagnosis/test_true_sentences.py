@@ -1,7 +1,5 @@
 """A diagnosis is true: small failing programs with the whole text of their diagnosis."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -103,7 +101,6 @@ def test_clipping_and_momentum_are_named():
 
 @pytest.mark.parametrize("of", ["loss_weights", "regularizer"])
 def test_factors_of_the_loss_are_named(of):
-    """A loss weight or a regularizer of a million is listed with its value."""
     regularizer = keras.regularizers.L2(1e6)
     built = model(loss_weights=1e6) if of == "loss_weights" else model(lambda: layers.Dense(4, kernel_regularizer=regularizer))
     reported = text(first(built, epochs=3))
@@ -130,7 +127,6 @@ def test_a_rate_that_is_not_finite_is_the_only_advice():
 
 
 def test_steps_count_from_one():
-    """A step in the evidence has the same number as on the console."""
     reported = first(model(optimizer=keras.optimizers.SGD(30.0)), epochs=2)
     named = next(line for line in reported.diagnosis.evidence if "times its lowest earlier value" in line)
     assert 1 < int(named.split()[2]) <= reported.step

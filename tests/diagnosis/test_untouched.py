@@ -1,7 +1,5 @@
 """A diagnosis has no side effects: state, seeds and generators are unchanged in every mode."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -29,12 +27,12 @@ if keras.backend.backend() == "torch":
 
 def troubled_fit(diagnosed: bool, **compile_):
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((6, 4))
+    inputs = keras.Input((2, 4))
     h = layers.SimpleRNN(8, dropout=0.2)(inputs)
     h = layers.GaussianNoise(0.1)(layers.Dropout(0.3)(layers.BatchNormalization()(h)))
     model = keras.Model(inputs, layers.Dense(1)(h))
     model.compile(keras.optimizers.Adam(1e-2, use_ema=True), "mse", metrics=["mae"], **compile_)
-    x = np.random.default_rng(0).standard_normal((80, 6, 4)).astype("float32")
+    x = np.random.default_rng(0).standard_normal((80, 2, 4)).astype("float32")
     y = x[:, 0, :1].copy()
     x[21] = np.nan
     y[37] = 1e30
@@ -74,8 +72,7 @@ def test_a_diagnosis_that_fails_becomes_evidence_without_that_of_an_earlier_one(
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[[21, 37]] = np.nan
     guard = NanGuard(verbose=0, directory=tmp_path)
-    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
-    failed = guard.incidents[1].diagnosis
+    failed = case.train(guard)[1].diagnosis
     assert failed.cause == "unknown" and "ZeroDivisionError" in failed.evidence[0]
     folders = [Path(incident.bundle) for incident in guard.incidents]
     tables = [(folder / "layers.txt").read_text().splitlines() for folder in folders]
@@ -86,10 +83,7 @@ def test_a_diagnosis_that_fails_becomes_evidence_without_that_of_an_earlier_one(
 def test_a_streak_is_diagnosed_a_few_times_only():
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[16:] = np.nan
-    guard = NanGuard(verbose=0)
-    how = {"batch_size": 8, "verbose": 0, "shuffle": False}
-    case.model.fit(case.x, case.y, **how, callbacks=[guard])
-    found = [incident.diagnosis for incident in guard.incidents]
+    found = [incident.diagnosis for incident in case.train(NanGuard(verbose=0))]
     notes = [diagnosis.evidence[0].startswith("Reused") for diagnosis in found]
     assert notes[:5] == [False, False, False, True, True]
     assert all(d.cause == "input_nonfinite" and d.samples == tuple(range(8)) for d in found)
@@ -98,9 +92,7 @@ def test_a_streak_is_diagnosed_a_few_times_only():
 def test_a_reused_diagnosis_names_the_rows_of_its_own_batch():
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[np.arange(16, 64, 8) + np.arange(6), 1] = np.nan  # a later row in each batch
-    guard = NanGuard(verbose=0)
-    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
-    found = [incident.diagnosis for incident in guard.incidents]
+    found = [incident.diagnosis for incident in case.train(NanGuard(verbose=0))]
     assert found[4].evidence[0].startswith("Reused")
     for row, diagnosis in enumerate(found):
         named = {text for text in diagnosis.evidence if "row at index" in text}
@@ -113,12 +105,9 @@ def test_a_replay_restores_the_writes_of_a_custom_step():
     states = []
     for diagnosed in (True, False):
         case = mechanisms.PROGRAMS["bad_row_in_a_step_that_writes_its_weights"](True)
-        guard, model = NanGuard(verbose=0, diagnose=diagnosed), case.model
-        how = {"batch_size": 8, "verbose": 0, "shuffle": False}
-        model.fit(case.x, case.y, **how, callbacks=[guard])
-        variables = (*model.variables, *model.optimizer.variables)
+        assert case.train(NanGuard(verbose=0, diagnose=diagnosed))
+        variables = (*case.model.variables, *case.model.optimizer.variables)
         states.append([keras.ops.convert_to_numpy(v.value).copy() for v in variables])
-        assert guard.incidents
     assert all(np.array_equal(a, b) for a, b in zip(*states, strict=True))
 
 

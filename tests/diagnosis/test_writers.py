@@ -1,7 +1,5 @@
 """If the arithmetic of an optimizer is proven, all of its steps give finite numbers."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

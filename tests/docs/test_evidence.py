@@ -1,7 +1,5 @@
 """The tables of docs/evidence.md agree with the campaigns, and name the measured commit."""
 
-from __future__ import annotations
-
 import pytest
 from support.docs_tools import load
 
@@ -10,7 +8,6 @@ evidence_tables = load("evidence_tables")
 
 @pytest.mark.parametrize("name", evidence_tables.SOURCES)
 def test_a_table_agrees_with_its_campaign(name):
-    """`python docs/evidence_tables.py` was run after the campaign wrote its results."""
     assert evidence_tables.pages.read(evidence_tables.PAGE, name).strip() == evidence_tables.written(name)
 
 

@@ -1,7 +1,5 @@
 """Every Python block of the docs runs, and prints the output on the page."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -29,7 +27,6 @@ def test_page(page):
 
 @pytest.mark.parametrize("page", ALL, ids=_name)
 def test_blocks_that_do_not_run_have_a_reason(page):
-    """A block that is not run is preceded by a reason."""
     assert run_pages.without_reason(page.read_text(encoding="utf-8")) == []
 
 

@@ -1,7 +1,5 @@
 """The reference agrees with the code."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run in another process: TensorFlow creates devices only before its first operation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The site is built strictly and without a network, and every link has a target."""
 
-from __future__ import annotations
-
 import html
 import html.parser
 import json
@@ -67,14 +65,12 @@ def pages(site) -> dict[Path, Links]:
 
 
 def test_every_page_of_the_docs_is_there(site, pages):
-    """Each Markdown page is a page of the site."""
     sources = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     missing = [path for path in sources if site / path.relative_to(ROOT / "docs").with_suffix(".html") not in pages]
     assert len(sources) > 30 and missing == []
 
 
 def test_links_lead_somewhere(site, pages):
-    """Every link within the site has an existing file and anchor as its target."""
     broken = []
     for page, found in pages.items():
         for link in found.links + found.loaded:

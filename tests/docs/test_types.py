@@ -1,7 +1,5 @@
 """An editor shows every public name with its type, although names are imported on first use."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -82,8 +82,6 @@ KERNEL = "layers/dense/vars/0"
 
 
 class Maker:
-    """Writes sample files into one folder."""
-
     SECOND_VARIANCE, FIRST_MEAN, KERNEL, CONFIG = SECOND_VARIANCE, FIRST_MEAN, KERNEL, CONFIG
 
     def __init__(self, folder):

@@ -12,7 +12,6 @@ from keras_nanguard import FileFormatError, repair, scan
 
 
 def test_without_tensorstore_a_checkpoint_is_rejected_with_the_remedy(tmp_path, monkeypatch):
-    """The missing library is named."""
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     tree = tmp_path / "checkpoint" / "3" / "pytree"
     tree.mkdir(parents=True)
@@ -25,24 +24,12 @@ def test_a_shape_without_values_costs_nothing(tmp_path):
     """A few hundred bytes that declare a terabyte are rejected at once; existing data is read."""
     tensorstore = pytest.importorskip("tensorstore")
     tree = tmp_path / "run" / "1" / "pytree"
-    write(
-        tensorstore,
-        tree,
-        {"trainable_variables.good": np.full((300, 7), np.nan, np.float32)},
-        packed=False,
-    )
-    about = {
-        "zarr_format": 2,
-        "dtype": "<f4",
-        "compressor": None,
-        "fill_value": "NaN",
-        "order": "C",
-        "filters": None,
-    }
+    good = np.full((300, 7), np.nan, np.float32)
+    write(tensorstore, tree, {"trainable_variables.good": good}, packed=False)
+    about = {"zarr_format": 2, "dtype": "<f4", "compressor": None, "fill_value": "NaN"}
+    about |= {"order": "C", "filters": None, "shape": [10**12], "chunks": [10**6]}
     (tree / "trainable_variables.bad").mkdir()
-    (tree / "trainable_variables.bad" / ".zarray").write_text(
-        json.dumps({**about, "shape": [10**12], "chunks": [10**6]})
-    )
+    (tree / "trainable_variables.bad" / ".zarray").write_text(json.dumps(about))
     began = time.process_time()
     found = {entry.name: entry for entry in scan(tmp_path / "run").variables}
     assert time.process_time() - began < 10
@@ -53,17 +40,13 @@ def write(tensorstore, folder, arrays, packed=True):
     """Write a step of a checkpoint in the layout of Orbax."""
     folder.mkdir(parents=True)
     (folder / "_METADATA").write_text(json.dumps({"use_ocdbt": packed, "use_zarr3": True}))
-    store = (
-        {"driver": "ocdbt", "base": f"file://{folder}/"}
-        if packed
-        else {"driver": "file", "path": f"{folder}/"}
-    )
+    store = {"driver": "file", "path": f"{folder}/"}
+    if packed:
+        store = {"driver": "ocdbt", "base": f"file://{folder}/"}
     for name, values in arrays.items():
         spec = {"driver": "zarr3", "kvstore": {**store, "path": f"{store.get('path', '')}{name}/"}}
-        handle = tensorstore.open(
-            spec, create=True, dtype=values.dtype.name, shape=list(values.shape)
-        ).result()
-        handle.write(values).result()
+        about = {"dtype": values.dtype.name, "shape": list(values.shape)}
+        tensorstore.open(spec, create=True, **about).result().write(values).result()
 
 
 @pytest.mark.parametrize("packed", (True, False))
@@ -72,11 +55,10 @@ def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
     tensorstore = pytest.importorskip("tensorstore")
     import ml_dtypes
 
-    good = {"non_trainable_variables.model.bn.moving_variance": np.ones(4, np.float32)}
+    variance = "non_trainable_variables.model.bn.moving_variance"
+    good = {variance: np.ones(4, np.float32)}
     bad = {
-        "non_trainable_variables.model.bn.moving_variance": np.array(
-            [1.0, np.nan, -1.0, 1.0], np.float32
-        ),
+        variance: np.array([1.0, np.nan, -1.0, 1.0], np.float32),
         "trainable_variables.model.head.kernel": np.full((300, 5), np.inf, ml_dtypes.bfloat16),
         "optimizer_variables.adam.iteration": np.array(3, np.int32),
     }
@@ -96,7 +78,6 @@ def test_the_last_step_of_a_checkpoint_is_scanned(tmp_path, packed):
 
 
 def test_checkpoints_of_keras_are_read(tmp_path):
-    """A checkpoint of `keras.callbacks.OrbaxCheckpoint` lists the variables of the model."""
     pytest.importorskip("orbax.checkpoint")
     code = (
         "import sys, keras, numpy as np\nlayers = keras.layers\n"
@@ -106,9 +87,8 @@ def test_checkpoints_of_keras_are_read(tmp_path):
         "save = keras.callbacks.OrbaxCheckpoint(sys.argv[1], save_freq='epoch')\n"
         "model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=[save])\n"
     )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], check=True, capture_output=True
-    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    subprocess.run(command, check=True, capture_output=True)
     roles = {entry.path: entry.role for entry in scan(tmp_path / "run").variables}
     assert roles["m/bn/moving_variance"] == "statistics"
     assert roles["m/bn/gamma"] == "weight"

@@ -17,50 +17,38 @@ NOT_SAVED = ("seed_generator_state", "metrics/", "optimizer/")
 
 
 def paths(report):
-    return {
-        entry.path
-        for entry in report.variables
-        if not any(part in entry.path for part in NOT_SAVED)
-    }
+    found = {entry.path for entry in report.variables}
+    return {path for path in found if not any(part in path for part in NOT_SAVED)}
 
 
 def save_in_every_format(model, folder):
     model.save(folder / "model.keras")
     model.save(folder / "legacy.h5")
     model.save_weights(folder / "model.weights.h5")
-    sharded = (
-        "max_shard_size" in inspect.signature(model.save_weights).parameters
-    )  # not in the lowest Keras
+    # not in the lowest Keras
+    sharded = "max_shard_size" in inspect.signature(model.save_weights).parameters
     if sharded:
         model.save_weights(folder / "model.weights.json", max_shard_size=1e-6)
     from keras.src.saving import saving_lib
 
     saving_lib.save_model(model, str(folder / "unzipped"), zipped=False)
-    return [
-        "model.keras",
-        "legacy.h5",
-        "unzipped",
-        "model.weights.h5",
-        *["model.weights.json"] * sharded,
-    ]
+    names = ["model.keras", "legacy.h5", "unzipped", "model.weights.h5"]
+    return [*names, *["model.weights.json"] * sharded]
 
 
 def test_every_format_gives_the_names_of_the_live_model(nested, tmp_path):
-    """A live model and each file it is saved to list the same variables under the same paths."""
     model = nested()
     live = paths(scan(model))
     assert "backbone/post_bn/moving_variance" in live
     for name in save_in_every_format(model, tmp_path):
         found = paths(scan(tmp_path / name))
-        if (
-            "weights" in name
-        ):  # without a configuration the flag of one gamma or beta does not follow
+        # without a configuration the flag of one gamma or beta does not follow
+        if "weights" in name:
             found = {path.replace("backbone/post_bn/0", "backbone/post_bn/beta") for path in found}
         assert found == live, name
 
 
 def test_values_in_every_format_are_those_of_the_model(nested, tmp_path):
-    """Each variable has the same statistics in the file as in memory."""
     model = nested()
     live = {entry.path: entry.statistics for entry in scan(model).variables}
     for name in save_in_every_format(model, tmp_path):
@@ -106,14 +94,11 @@ def zoo(keras, tmp_path_factory):
 
 
 def test_the_number_of_a_variable_is_turned_into_its_name(zoo):
-    """With a configuration, every variable of every Keras layer class gets its own name."""
     model, path = zoo
     assert paths(scan(path)) == paths(scan(model))
 
 
-def test_a_file_without_layer_names_is_named_from_its_configuration(
-    keras, zoo, tmp_path
-):
+def test_a_file_without_layer_names_is_named_from_its_configuration(keras, zoo, tmp_path):
     """Files of older Keras have no layer names; the configuration numbers them like Keras."""
     model, path = zoo
     with zipfile.ZipFile(path) as archive:
@@ -217,7 +202,6 @@ def test_a_variable_that_two_answers_fit_keeps_its_number(make):
 
 
 def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
-    """Scanning and repairing a file import neither Keras nor any backend."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     code = (
         "import sys; from keras_nanguard import repair, scan\n"
@@ -225,7 +209,6 @@ def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
         "slow = ('keras', 'tensorflow', 'jax', 'torch', 'rich', 'tensorstore')\n"
         "print([m for m in slow if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, env=dict(os.environ)
-    )
+    command = [sys.executable, "-c", code, path]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

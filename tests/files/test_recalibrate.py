@@ -12,6 +12,13 @@ def chain(keras, *layers, shape=(4,)):
     return keras.Sequential([keras.Input(shape), *layers])
 
 
+def agrees(layer, data):
+    """Compare the statistics of a layer with those of the data, by channel."""
+    values = data.astype(np.float64).reshape(-1, data.shape[-1])
+    np.testing.assert_allclose(layer.moving_mean.numpy(), values.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), values.var(0), rtol=1e-4)
+
+
 @pytest.mark.parametrize("batch_size", (1, 7, 64, 500))
 def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
     """For the first layer, mean and variance are those of all data, independent of the batches."""
@@ -19,15 +26,11 @@ def test_the_estimate_is_that_of_all_of_the_data(keras, batch_size):
     x = (draw.normal(size=(200, 5, 4)) * [1, 10, 100, 0.01] + [0, 1000, -5, 3]).astype(np.float32)
     model = chain(keras, keras.layers.BatchNormalization(name="bn"), shape=(5, 4))
     report = recalibrate(model, x, batch_size=batch_size)
-    layer = model.get_layer("bn")
-    wide = x.astype(np.float64)
-    np.testing.assert_allclose(layer.moving_mean.numpy(), wide.mean((0, 1)), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(layer.moving_variance.numpy(), wide.var((0, 1)), rtol=1e-4)
+    agrees(model.get_layer("bn"), x)
     assert (report.layers[0].samples, report.batches) == (1000, -(-200 // batch_size))
 
 
 def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nested, task):
-    """With statistics from one batch, inference on this batch agrees with training."""
     backbone, x = nested().get_layer("backbone"), task[0]
     recalibrate(backbone, x, batch_size=len(x))
     inference, training = (
@@ -39,25 +42,14 @@ def test_statistics_from_one_batch_make_inference_agree_with_training(keras, nes
 def test_nothing_else_moves(keras, task):
     """Weights, slots, metrics, seeds, states and flags keep their bits, and Dropout is off."""
     layers = keras.layers
-    model = chain(
-        keras,
-        layers.GaussianNoise(0.1),
-        layers.BatchNormalization(name="bn"),
-        layers.Dropout(0.5),
-        layers.BatchNormalization(name="frozen", trainable=False),
-        layers.Reshape((4, 1)),
-        layers.LSTM(3),
-        layers.Dense(1),
-    )
+    body = [layers.GaussianNoise(0.1), layers.BatchNormalization(name="bn"), layers.Dropout(0.5)]
+    body += [layers.BatchNormalization(name="frozen", trainable=False), layers.Reshape((4, 1))]
+    model = chain(keras, *body, layers.LSTM(3), layers.Dense(1))
     model.compile("adam", "mse", metrics=["mae"])
     x = np.random.default_rng(0).normal(2.0, 3.0, (64, 4)).astype(np.float32)
     model.fit(x, x[:, :1], verbose=0)
-    names = ("bn", "frozen")
-    moved = {
-        id(v)
-        for n in names
-        for v in (model.get_layer(n).moving_mean, model.get_layer(n).moving_variance)
-    }
+    norms = [model.get_layer(name) for name in ("bn", "frozen")]
+    moved = {id(v) for norm in norms for v in (norm.moving_mean, norm.moving_variance)}
     everything = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = {id(v): np.array(v.numpy()).tobytes() for v in everything}
     report = recalibrate(model, x, batch_size=16)
@@ -70,18 +62,15 @@ def test_nothing_else_moves(keras, task):
 
 
 def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
-    """States and seeds that running the model changes are restored."""
     inputs = keras.Input((3, 2), batch_size=4)
-    x = keras.layers.Dropout(0.5, name="always")(
-        keras.layers.BatchNormalization()(inputs), training=True
-    )
+    x = keras.layers.BatchNormalization()(inputs)
+    x = keras.layers.Dropout(0.5, name="always")(x, training=True)
     model = keras.Model(inputs, keras.layers.LSTM(2, stateful=True, name="memory")(x))
     model(np.ones((4, 3, 2), np.float32))
     kept = [*model.get_layer("memory").states, *model.get_layer("always").variables]
     before = [np.array(v.numpy()) for v in kept]
-    recalibrate(
-        model, np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32), batch_size=4
-    )
+    data = np.random.default_rng(0).normal(size=(8, 3, 2)).astype(np.float32)
+    recalibrate(model, data, batch_size=4)
     for variable, value in zip(kept, before):
         np.testing.assert_array_equal(variable.numpy(), value)
 
@@ -92,24 +81,17 @@ def test_a_layer_that_is_hard_wired_to_training_is_estimated_all_the_same(keras)
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(inputs, training=True))
     x = np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
     recalibrate(model, x, batch_size=10)
-    np.testing.assert_allclose(model.get_layer("bn").moving_mean.numpy(), x.mean(0), rtol=1e-5)
-    np.testing.assert_allclose(model.get_layer("bn").moving_variance.numpy(), x.var(0), rtol=1e-4)
+    agrees(model.get_layer("bn"), x)
 
 
 def test_masked_positions_are_excluded(keras):
-    """Padding is excluded from the statistics of a layer with a mask."""
     inputs = keras.Input((6, 2))
     x = keras.layers.Masking(mask_value=0.0)(inputs)
     model = keras.Model(inputs, keras.layers.BatchNormalization(name="bn")(x))
     data = np.random.default_rng(0).normal(5.0, 2.0, (10, 6, 2)).astype(np.float32)
     data[:, 4:] = 0.0
     recalibrate(model, data, batch_size=10)
-    np.testing.assert_allclose(
-        model.get_layer("bn").moving_mean.numpy(), data[:, :4].mean((0, 1)), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        model.get_layer("bn").moving_variance.numpy(), data[:, :4].var((0, 1)), rtol=1e-4
-    )
+    agrees(model.get_layer("bn"), data[:, :4])
 
 
 def test_a_batch_that_is_only_padding_counts_nothing(keras):
@@ -121,9 +103,7 @@ def test_a_batch_that_is_only_padding_counts_nothing(keras):
     data[[0, 2]] = 0.0
     (layer,) = recalibrate(model, data, batch_size=1).layers
     assert layer.samples == 12
-    np.testing.assert_allclose(
-        model.get_layer("bn").moving_variance.numpy(), data[1::2].var((0, 1)), rtol=1e-4
-    )
+    agrees(model.get_layer("bn"), data[1::2])
 
 
 def test_any_source_of_batches_will_do(keras):

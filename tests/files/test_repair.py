@@ -40,9 +40,8 @@ def test_only_the_bad_values_change(make, kind):
     assert digest(path) == old
     after = values(report.output)
     assert after.keys() == before.keys()
-    np.testing.assert_array_equal(
-        after.pop("backbone/second_bn/moving_variance"), [2.0, 1.0, 2.0, 1.0]
-    )
+    variance = after.pop("backbone/second_bn/moving_variance")
+    np.testing.assert_array_equal(variance, [2.0, 1.0, 2.0, 1.0])
     for name, array in after.items():
         assert array.tobytes() == before[name].tobytes(), name
     (change,) = report.done
@@ -51,9 +50,8 @@ def test_only_the_bad_values_change(make, kind):
 
 def test_a_negative_variance_is_bad(make):
     """A variance below 0 is replaced, for any magnitude; a mean below 0 is not."""
-    report = repair(
-        make.keras({make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0})
-    )
+    bad = {make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0}
+    report = repair(make.keras(bad))
     after = values(report.output)
     np.testing.assert_array_equal(after["backbone/second_bn/moving_variance"], [2.0, 1.0, 2.0, 2.0])
     np.testing.assert_array_equal(after["backbone/first_bn/moving_mean"], np.full(4, -5.0))
@@ -62,11 +60,8 @@ def test_a_negative_variance_is_bad(make):
 def test_everything_else_in_an_archive_is_carried_over(make):
     """Configuration, metadata and assets are copied bit for bit, compressed or not."""
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        path = make.keras(
-            {make.SECOND_VARIANCE: np.nan},
-            compression=compression,
-            extra=[("assets/vocabulary.txt", b"a\nb" * 99)],
-        )
+        extra = [("assets/vocabulary.txt", b"a\nb" * 99)]
+        path = make.keras({make.SECOND_VARIANCE: np.nan}, compression=compression, extra=extra)
         output = repair(path, overwrite=True).output
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(output) as new:
             assert old.namelist() == new.namelist()
@@ -90,7 +85,6 @@ def test_weights_are_kept_by_default(make):
 
 @pytest.mark.parametrize(("weights", "value"), [("zeros", 0.0), ("ones", 1.0)])
 def test_weights_become_the_chosen_values(make, weights, value):
-    """Only the bad entries of a weight are replaced."""
     kernel = np.arange(12.0).reshape(4, 3)
     kernel[1, 2] = np.inf
     report = repair(make.keras({make.KERNEL: kernel}), weights=weights)
@@ -111,13 +105,9 @@ def test_a_good_file_gives_whole_variables(make):
 def test_a_source_that_does_not_fit_is_a_reason(make):
     """A missing variable, another shape and a bad source are skipped, each with its reason."""
     bad = make.weights({make.KERNEL: np.nan, make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: np.nan})
-    source = make.npz(
-        **{
-            "head/kernel": np.ones((2, 2)),
-            "backbone/second_bn/moving_variance": np.full(4, np.inf),
-        },
-        name="s.npz",
-    )
+    arrays = {"head/kernel": np.ones((2, 2))}
+    arrays["backbone/second_bn/moving_variance"] = np.full(4, np.inf)
+    source = make.npz(**arrays, name="s.npz")
     details = {change.path: change.detail for change in repair(bad, source=source).skipped}
     assert "shape (2, 2)" in details["head/kernel"]
     assert details["backbone/second_bn/moving_variance"] == "the new values are bad too"
@@ -135,7 +125,6 @@ def test_a_dry_run_writes_nothing_and_has_the_same_report(make):
 
 
 def test_in_place_keeps_the_old_file(make):
-    """The old file is kept under a new name each time."""
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     old = digest(path)
     report = repair(path, in_place=True)
@@ -177,9 +166,8 @@ def test_a_repair_that_fails_leaves_nothing_behind(make, kind):
         "except OSError as error: print(type(error).__name__, error.errno, error.filename)\n"
     )
     output = str(make.folder / f"new.{os.path.basename(path).partition('.')[2]}")
-    done = subprocess.run(
-        [sys.executable, "-c", code, path, output], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code, path, output]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["OSError", str(errno.EFBIG), output]
     assert os.listdir(make.folder) == before
 
@@ -195,9 +183,8 @@ def test_in_place_through_a_link(make, kind):
     copy = repair(path).output
     report = repair(link, in_place=True)
     assert link.is_symlink() and scan(path).ok and not scan(report.backup).ok
-    assert [stat.S_IMODE(os.stat(name).st_mode) for name in (path, copy, report.backup)] == [
-        0o600
-    ] * 3
+    modes = {stat.S_IMODE(os.stat(name).st_mode) for name in (path, copy, report.backup)}
+    assert modes == {0o600}
 
 
 def test_contradictions_are_refused_before_anything_is_read(make):
@@ -255,20 +242,17 @@ def test_an_output_of_another_format_is_rejected(make, kind, output):
 
 
 def test_bfloat16_is_repaired_in_place_of_its_bytes(make, tmp_path):
-    """A bfloat16 dataset keeps its kind and its marker."""
     import ml_dtypes
 
     path = tmp_path / "b.weights.h5"
     with h5py.File(path, "w") as file:
-        dataset = file.create_dataset(
-            "layers/dense/vars/0", data=np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16)
-        )
+        kernel = np.array([[1.0, np.nan], [2.0, 3.0]], ml_dtypes.bfloat16)
+        dataset = file.create_dataset("layers/dense/vars/0", data=kernel)
         dataset.attrs["dtype"] = "bfloat16"
     report = repair(path, weights="zeros")
     assert report.ok
-    np.testing.assert_array_equal(
-        values(report.output)["dense/kernel"].astype(float), [[1.0, 0.0], [2.0, 3.0]]
-    )
+    after = values(report.output)["dense/kernel"].astype(float)
+    np.testing.assert_array_equal(after, [[1.0, 0.0], [2.0, 3.0]])
 
 
 def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
@@ -295,7 +279,6 @@ def test_large_chunked_and_scalar_arrays_are_written_whole(tmp_path):
 
 
 def test_npz_keeps_order_and_compression(make):
-    """An `.npz` array in Fortran order is repaired and keeps its order."""
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     array[1, 0] = np.nan
     path = make.folder / "x.npz"
@@ -319,10 +302,8 @@ def test_optimizer_slots_of_a_file_are_reset(nested, task, tmp_path):
     assert report.ok
     after = values(report.output)
     for name, array in after.items():
-        if name.startswith("optimizer/") and name not in (
-            "optimizer/iteration",
-            "optimizer/learning_rate",
-        ):
+        kept = ("optimizer/iteration", "optimizer/learning_rate")
+        if name.startswith("optimizer/") and name not in kept:
             assert not array.any(), name
         else:
             assert array.tobytes() == before[name].tobytes(), name
@@ -369,7 +350,6 @@ def test_a_layer_that_counts_its_updates_is_no_optimizer(keras, tmp_path):
 
 
 def test_only_some_slots_are_reset(nested, task, tmp_path):
-    """A bad slot resets no slot that `only` excludes."""
     model = nested()
     model.fit(*task, epochs=1, verbose=0)
     slot = model.optimizer.variables[5]
@@ -388,9 +368,8 @@ def test_only_some_slots_are_reset(nested, task, tmp_path):
 def test_slots_that_are_set_to_zero_do_start_at_zero(keras, name):
     """Every optimizer whose slots a file repair sets to 0 has initial slots of 0 in Keras."""
     assert name in _ZERO_SLOTS
-    optimizer = getattr(keras.optimizers, name)(
-        0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
-    )
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    optimizer = getattr(keras.optimizers, name)(0.1, **options)
     optimizer.build([keras.Variable(np.ones((2, 3)))])
     slots = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
     assert slots
@@ -459,13 +438,11 @@ def test_a_live_model_is_repaired_in_place(nested, task):
 
 
 def test_a_live_model_is_repaired_from_another(nested, task):
-    """A good model of the same build gives whole variables."""
     good, bad = nested(0), nested(1)
     bad.get_layer("head").kernel.assign(np.full((6, 3), np.inf))
     assert repair(bad, source=good).ok
-    np.testing.assert_array_equal(
-        bad.get_layer("head").kernel.numpy(), good.get_layer("head").kernel.numpy()
-    )
+    kernels = (model.get_layer("head").kernel.numpy() for model in (bad, good))
+    np.testing.assert_array_equal(*kernels)
     with pytest.raises(GuardError, match="a path"):
         repair(bad, "out.keras")
 
@@ -537,17 +514,8 @@ def test_statistics_of_a_live_model_start_as_in_a_file(keras):
         np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
-INITIALISERS = (
-    "GlorotUniform",
-    "GlorotNormal",
-    "HeUniform",
-    "HeNormal",
-    "LecunUniform",
-    "LecunNormal",
-    "RandomNormal",
-    "RandomUniform",
-    "TruncatedNormal",
-)
+INITIALISERS = ("RandomNormal", "RandomUniform", "TruncatedNormal", "LecunUniform", "LecunNormal")
+INITIALISERS += ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal")
 _SCALED = {"scale": 3.0, "mode": "fan_out"}
 
 
@@ -569,9 +537,8 @@ def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, o
     theirs = np.asarray(keras.ops.convert_to_numpy(initializer(shape)), np.float64)
     assert drawn.std() == pytest.approx(theirs.std(), rel=0.02)
     assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
-    assert np.quantile(drawn, (0.001, 0.999)) == pytest.approx(
-        np.quantile(theirs, (0.001, 0.999)), rel=0.1
-    )
+    tails, expected = (np.quantile(one, (0.001, 0.999)) for one in (drawn, theirs))
+    assert tails == pytest.approx(expected, rel=0.1)
 
 
 def test_initial_values_of_a_file_are_those_of_its_configuration():
@@ -651,9 +618,8 @@ def test_a_damaged_array_does_not_prevent_the_repair_of_others(keras, tmp_path):
     def write(name, value):
         path = tmp_path / name
         with h5py.File(path, "w") as file:
-            file.create_dataset(
-                "layers/dense/vars/0", data=np.eye(64), chunks=(64, 64), compression="gzip"
-            )
+            layout = {"chunks": (64, 64), "compression": "gzip"}
+            file.create_dataset("layers/dense/vars/0", data=np.eye(64), **layout)
             file["layers/dense_1/vars/0"] = np.array([[1.0, value]])
             chunk = file["layers/dense/vars/0"].id.get_chunk_info(0)
         with open(path, "r+b") as file:

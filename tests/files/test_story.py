@@ -9,12 +9,9 @@ from keras_nanguard.__main__ import main
 
 
 def ruin(backbone, nan, huge):
-    backbone.get_layer(nan).moving_variance.assign(
-        np.full(backbone.get_layer(nan).moving_variance.shape, np.nan)
-    )
-    backbone.get_layer(huge).moving_variance.assign(
-        np.full(backbone.get_layer(huge).moving_variance.shape, 1e12)
-    )
+    for name, value in ((nan, np.nan), (huge, 1e12)):
+        variable = backbone.get_layer(name).moving_variance
+        variable.assign(np.full(variable.shape, value))
 
 
 def test_a_small_nested_model_is_repaired_in_python_and_on_the_command_line(
@@ -31,16 +28,12 @@ def test_a_small_nested_model_is_repaired_in_python_and_on_the_command_line(
     assert np.isnan(model.predict(task[0], verbose=0)).any()
 
     for report in (scan(model), scan(path)):
-        assert [entry.path for entry in report.bad] == [
-            "backbone/post_bn/moving_variance",
-            "backbone/conv_bn/moving_variance",
-        ]
+        found = [entry.path for entry in report.bad]
+        assert found == [f"backbone/{name}/moving_variance" for name in ("post_bn", "conv_bn")]
     assert main(["scan", path, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    assert [layer["path"] for layer in document["layers"][:2]] == [
-        "backbone/post_bn",
-        "backbone/conv_bn",
-    ]
+    worst = [layer["path"] for layer in document["layers"][:2]]
+    assert worst == ["backbone/post_bn", "backbone/conv_bn"]
 
     assert main(["repair", path]) == 0
     healed = keras.models.load_model(tmp_path / "ruined.repaired.keras")

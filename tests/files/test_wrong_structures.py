@@ -1,7 +1,5 @@
 """A wrong structure gives a result or one sentence, with little memory and time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,9 +11,7 @@ from support.wrong_files import WRONG
 zoo.once()
 
 MEMORY = 1 << 30
-"""Maximum memory of a process that scans, repairs and names one of these files, in bytes; the
-largest of them has 2 MB.
-"""
+"""Maximum memory to scan, repair and name one of these files (up to 2 MB), in bytes."""
 
 SECONDS = 180
 
@@ -60,9 +56,8 @@ print(json.dumps({"found": found, "memory": memory()}))
 
 def outcome(path):
     """Scan, name and repair a file in a process; return the results and its memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=SECONDS
-    )
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
     reported = json.loads(done.stdout)
     return reported["found"], reported["memory"]

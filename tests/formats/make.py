@@ -7,8 +7,6 @@ An existing folder is never changed: `tests/test_formats.py` reads every folder 
 library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

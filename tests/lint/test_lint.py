@@ -47,14 +47,12 @@ def samples(rule):
 
 @pytest.fixture(autouse=True)
 def plain_dtypes():
-    """Restore the dtype policy that a sample sets."""
     before = keras.config.dtype_policy()
     yield
     keras.config.set_dtype_policy(before)
 
 
 def examine(program):
-    """Run a sample and lint its model."""
     made = {"keras": keras, "np": np}
     exec(program, made)
     return lint(made["model"], made.get("x"), made.get("y"))
@@ -145,10 +143,7 @@ SPARSE, IGNORED = (
         (IGNORED(ignore_class=255), [0, 7, 255, 2], "softmax", False),
         (IGNORED(), [0, 1, 255, 2], "softmax", False),
         (functools.partial(SPARSE), [0, 1, 255, 2], "softmax", False),
-        *(
-            (name, FIVES, "softmax", False)
-            for name in ("kl_divergence", "kld", "KLD")
-        ),
+        *((name, FIVES, "softmax", False) for name in ("kl_divergence", "kld", "KLD")),
         (keras.losses.KLDivergence(), FIVES, "softmax", False),
         (keras.losses.kl_divergence, FIVES, "softmax", False),
         (keras.losses.kl_divergence, np.eye(3)[LABELS], "softmax", True),
@@ -187,7 +182,6 @@ def test_the_last_activation_is_found_behind_other_layers():
 
 
 def test_each_output_is_held_against_its_own_loss_and_targets():
-    """With several outputs, losses and targets are matched by name or by position."""
     inputs = keras.Input((4,))
     outputs = {
         "a": layers.Dense(2, activation="softmax", name="first")(inputs),
@@ -207,7 +201,6 @@ def test_each_output_is_held_against_its_own_loss_and_targets():
     [(1e-3, False), (0.0, True), (-0.1, True), (2.0, True), (float("nan"), True), (1.0, False)],
 )
 def test_learning_rates(rate, bad):
-    """Zero, negative, NaN and extreme rates are reported; merely large ones are not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     model.compile(keras.optimizers.Adam(rate), "mse")
     assert bool(lint(model).hazards) is bad
@@ -217,15 +210,11 @@ def test_schedules_are_checked_at_several_steps():
     """A warm-up from 0 is valid; a schedule that becomes negative is not."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
     schedules = keras.optimizers.schedules
-    model.compile(
-        keras.optimizers.Adam(schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)),
-        "mse",
-    )
-    assert lint(model).ok
-    model.compile(
-        keras.optimizers.Adam(schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)), "mse"
-    )
-    assert not lint(model).ok
+    warmup = schedules.CosineDecay(0.0, 99, warmup_target=1e-3, warmup_steps=9)
+    negative = schedules.PolynomialDecay(1e-3, 50, end_learning_rate=-1e-3)
+    for rate, ok in ((warmup, True), (negative, False)):
+        model.compile(keras.optimizers.Adam(rate), "mse")
+        assert lint(model).ok is ok
 
 
 NAMED = (
@@ -272,8 +261,6 @@ def test_a_model_of_your_own_may_have_any_attribute():
 
 @pytest.mark.parametrize("wrong", (np.nan, np.inf, -1.0))
 def test_the_wrong_learning_rate_is_named(wrong):
-    """Of several rates of a schedule the report names the one that is wrong."""
-
     class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):
             return 0.001 if step == 0 else wrong
@@ -296,9 +283,8 @@ def test_protected_operations_are_safe():
     ):
         assert lint(keras.Model(inputs, expression)).ok
     for expression in (ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)):
-        assert [hazard.code for hazard in lint(keras.Model(inputs, expression)).hazards] == [
-            "unprotected_operation"
-        ]
+        (hazard,) = lint(keras.Model(inputs, expression)).hazards
+        assert hazard.code == "unprotected_operation"
 
 
 def test_lint_ignores_parts_of_a_model_that_are_not_visible():
@@ -314,9 +300,7 @@ def test_lint_ignores_parts_of_a_model_that_are_not_visible():
 
     model = Sub()
     model(np.ones((2, 3)))
-    assert [hazard.path for hazard in lint(model).hazards] == ["batch_normalization"] or lint(
-        model
-    ).hazards
+    assert lint(model).hazards
     before = [variable.numpy() for variable in model.variables]
     lint(model, {"a": np.ones(3)}, [np.ones(3)])
     for variable, value in zip(model.variables, before):
@@ -336,9 +320,8 @@ def test_every_keras_application_has_no_hazard(name):
     model = getattr(keras.applications, name)(weights=None)
     model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
     assert lint(model).hazards == ()
-    model.compile(
-        keras.optimizers.SGD(1e-4, momentum=0.9), keras.losses.SparseCategoricalCrossentropy()
-    )
+    optimizer = keras.optimizers.SGD(1e-4, momentum=0.9)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy())
     assert lint(model).hazards == ()
     keras.backend.clear_session()
 
@@ -348,25 +331,15 @@ def test_intended_infinite_values_are_not_hazards():
 
     class Masked(layers.Layer):
         def build(self, shape):
-            self.mask = self.add_weight(
-                shape=(2,),
-                initializer=keras.initializers.Constant(-np.inf),
-                trainable=False,
-                name="mask",
-            )
-            self.mark = self.add_weight(
-                shape=(2,),
-                initializer=keras.initializers.Constant(np.nan),
-                trainable=False,
-                name="mark",
-            )
+            for name, value in (("mask", -np.inf), ("mark", np.nan)):
+                constant = keras.initializers.Constant(value)
+                self.add_weight(shape=(2,), initializer=constant, trainable=False, name=name)
 
         def call(self, x):
             return x
 
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(2), layers.BatchNormalization(), Masked()]
-    )
+    parts = [layers.Dense(2), layers.BatchNormalization(), Masked()]
+    model = keras.Sequential([keras.Input((4,)), *parts])
     model.compile("adam", "mse")
     x = np.full((8, 4), np.nan, "float32")
     model.evaluate(x, x[:, :2], verbose=0)
@@ -376,6 +349,5 @@ def test_intended_infinite_values_are_not_hazards():
     for variable in (model.layers[1].moving_variance, slot):
         variable.assign(np.full(variable.shape, np.inf))
     found = [hazard for hazard in lint(model).hazards if hazard.code == "nonfinite_weights"]
-    assert [hazard.severity for hazard in found] == ["error", "error"] and found[
-        0
-    ].path == model.layers[1].moving_variance.path
+    assert [hazard.severity for hazard in found] == ["error", "error"]
+    assert found[0].path == model.layers[1].moving_variance.path

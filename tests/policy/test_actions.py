@@ -1,7 +1,5 @@
 """Each action as data: its name, its parameters, and its two forms in files."""
 
-from __future__ import annotations
-
 import pytest
 
 from keras_nanguard import Policy, PolicyError
@@ -45,6 +43,5 @@ def test_an_action_survives_a_file(name):
 
 
 def test_an_action_needs_its_required_parameter():
-    """A call without a function is an error at the place where it is written."""
     with pytest.raises(PolicyError, match="Call: function: expected a value, received nothing"):
         Call()

@@ -1,7 +1,5 @@
 """Rules, bounds and budgets: what a custom policy may request, and what the engine adds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 
@@ -37,13 +35,55 @@ def rules(*rules, **sections):
 # Rules
 
 
-def test_a_rule_decides_in_place_of_the_escalation():
-    """Only its actions are done; incidents that it does not match are decided as before."""
-    policy = rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}})
-    assert run(policy, [bad(5, cause="loss_domain"), bad(9, cause="unknown")])[0] == [
-        ["clip"],
-        ["skip"],
-    ]
+ROW = [bad(n) for n in range(50, 62)]
+DECIDED = {
+    "a rule in place of the escalation": (
+        rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}}),
+        [bad(5, cause="loss_domain"), bad(9, cause="unknown")],
+        [["clip"], ["skip"]],
+    ),
+    "the first rule that is due": (
+        rules({"site": "loss", "do": "clip"}, {"do": "stop"}),
+        [bad(5), bad(9, "outputs")],
+        [["clip"], ["stop"]],
+    ),
+    "reports, the rollback, other changes, and no skip besides": (
+        rules({"do": ["skip", "clip", "rollback", "warn"]}),
+        [bad(5)],
+        [["warn", "rollback", "clip"]],
+    ),
+    "no rule keeps training from ending": (
+        rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7),
+        ROW,
+        [*[["skip"]] * 6, ["stop"]],
+    ),
+    "a bound ends as the escalation does": (
+        Policy.load(escalation=["skip"] * 20 + ["raise_error"]),
+        [bad(n, "inputs") for n in range(12)],
+        [*[["skip"]] * 11, ["raise_error"]],
+    ),
+    "the budget counts each action of rules": (
+        rules({"kind": "spike", "do": "clip"}, action_budget=2),
+        [bad(n, kind="spike", refused=False) for n in range(100, 600, 100)],
+        [["clip"], ["clip"], ["stop"]],
+    ),
+    "the last of fewer stages repeats within the budget": (
+        Policy.load(escalation=["skip", "rollback"], action_budget=3),
+        ROW,
+        [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]],
+    ),
+    "a bad batch is no stage, and a second reason in its step is the first": (
+        Policy.load(escalation=["warn", "stop"], rules=[]),
+        [bad(50, site="inputs"), bad(50)],
+        [["warn", "skip"]] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_decided(name):
+    policy, incidents, expected = DECIDED[name]
+    assert run(policy, incidents)[0][: len(expected)] == expected
 
 
 def test_a_rule_that_only_reports_adds_to_the_escalation():
@@ -81,12 +121,6 @@ def test_results_in_a_row_are_counted_without_steps():
     assert decide(policy, state.with_good_result("predictions"), result(29))[0].terminal
 
 
-def test_the_first_rule_that_is_due_decides():
-    """Rules are in the order of the file."""
-    policy = rules({"site": "loss", "do": "clip"}, {"do": "stop"})
-    assert run(policy, [bad(5), bad(9, "outputs")])[0] == [["clip"], ["stop"]]
-
-
 @pytest.mark.parametrize(
     ("fields", "matches"),
     [
@@ -119,45 +153,10 @@ def test_a_rule_matches_if_every_field_matches(fields, matches):
     ],
 )
 def test_a_glob_matches_a_run_of_the_parts_of_a_path(glob, path, matches):
-    """A glob matches consecutive parts of a path between slashes."""
     assert matches_path(path, glob) is matches
 
 
 # The engine
-
-
-def test_no_rule_can_keep_training_from_ending():
-    """A policy that only skips still ends at `max_consecutive_refused`."""
-    policy = rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7)
-    done = run(policy, [bad(n) for n in range(20)])[0]
-    assert done[6] == ["stop"] and done[:6] == [["skip"]] * 6
-
-
-def test_the_end_is_that_of_the_escalation():
-    """A bound raises if the escalation raises."""
-    policy = Policy.load(escalation=["skip"] * 20 + ["raise_error"])
-    assert run(policy, [bad(n, "inputs") for n in range(12)])[0][-1] == ["raise_error"]
-
-
-def test_the_budget_counts_each_action_of_rules_too():
-    """A rule that clips at every spike does so `action_budget` times; then training ends."""
-    policy = rules({"kind": "spike", "do": "clip"}, action_budget=2)
-    incidents = [bad(n, kind="spike", refused=False) for n in range(100, 600, 100)]
-    assert run(policy, incidents)[0][:3] == [["clip"], ["clip"], ["stop"]]
-
-
-def test_an_escalation_of_fewer_stages_stays_at_its_last():
-    """Without a final action the last stage repeats within budget and bounds."""
-    policy = Policy.load(escalation=["skip", "rollback"], action_budget=3)
-    done = run(policy, [bad(n) for n in range(50, 60)])[0]
-    assert done[:5] == [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]]
-
-
-def test_a_second_incident_of_a_step_begins_the_escalation():
-    """A bad batch is no stage; a second reason in its step begins with the first stage."""
-    policy = Policy.load(escalation=["warn", "stop"], rules=[])
-    ofdata = bad(50, site="inputs")
-    assert run(policy, [ofdata, bad(50)])[0][1] == ["warn", "skip"]
 
 
 def test_a_stage_that_changed_nothing_is_not_repeated():
@@ -183,12 +182,6 @@ def test_tables_of_a_policy_are_the_defaults_of_its_actions():
     assert (second["factor"], second["min_lr"]) == (0.3, 0.5)
 
 
-def test_actions_run_by_phase():
-    """Reports, then the rollback, then other changes; `skip` only if nothing is changed."""
-    policy = rules({"do": ["skip", "clip", "rollback", "warn"]})
-    assert run(policy, [bad(5)])[0] == [["warn", "rollback", "clip"]]
-
-
 def test_a_limit_applies_to_the_paths_that_its_glob_matches():
     """The last matching limit applies; without a match there is no limit."""
     limits = [
@@ -206,7 +199,6 @@ def test_a_limit_applies_to_the_paths_that_its_glob_matches():
 
 
 def test_the_state_survives_as_json():
-    """A policy state survives the conversion to JSON."""
     policy = rules({"site": "loss", "after": 3, "do": "clip"})
     _, state = run(policy, [bad(n) for n in (5, 6, 7, 90, 91)])
     state = state.performed([Outcome("clip", "skipped", "why")])

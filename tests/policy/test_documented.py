@@ -1,7 +1,5 @@
 """The docs and the published JSON Schema list each member of each family."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -43,7 +41,6 @@ def test_every_action_preset_and_field_is_in_the_docs():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_valid_by_the_schema(name):
-    """Each preset passes the schema as its file and as its dict."""
     document = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
     for one in (document, Policy.load(name).to_dict()):
         jsonschema.validate(one, SCHEMA, jsonschema.Draft202012Validator)
@@ -74,6 +71,5 @@ def test_the_schema_rejects_the_same_as_the_library(document):
 
 
 def test_the_policy_file_of_the_docs_works():
-    """The TOML of the docs is a policy."""
     (text, *_) = re.findall(r"```toml\n(.*?)```", DOCS, re.DOTALL)
     assert Policy.load(tomllib.loads(text)).rules

@@ -1,7 +1,5 @@
 """Policy files: three formats of one form, how they change a preset, and their errors."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
@@ -26,7 +24,6 @@ KINDS = get_args(get_type_hints(Finding)["kind"])
 
 
 def loaded(text, suffix=".toml"):
-    """Return the policy of a file with this text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"policy{suffix}"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -106,7 +103,6 @@ def test_a_preset_is_a_policy_file(name):
 
 
 def test_the_file_of_the_default_shows_every_default():
-    """`recover.toml` has the default of every field."""
     assert Policy.load(FOLDER / "recover.toml").to_dict() == Policy().to_dict()
 
 
@@ -143,7 +139,6 @@ def test_a_rule_replaces_the_rule_of_the_same_name_whole():
 
 
 def test_a_policy_is_made_of_records_too():
-    """The fields of a policy can be passed as records."""
     actions = keras_nanguard.actions
     policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(skip_batches=2)])
     assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
@@ -359,7 +354,6 @@ def test_numbers_and_words_of_yaml():
 
 
 def test_a_byte_order_mark_does_no_harm(tmp_path):
-    """Editors on Windows write one."""
     path = tmp_path / "policy.toml"
     path.write_bytes(b"\xef\xbb\xbfversion = 2\n")
     assert Policy.load(path) == Policy()
@@ -391,7 +385,6 @@ def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
     st.one_of(st.text(max_size=60), st.binary(max_size=60).map(lambda raw: raw.decode("latin-1"))),
 )
 def test_no_text_gets_anything_but_a_policy_or_a_policy_error(suffix, text):
-    """Any text gives a policy or an error."""
     try:
         assert isinstance(loaded(text, suffix), Policy)
     except PolicyError as error:

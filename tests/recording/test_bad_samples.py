@@ -1,7 +1,5 @@
 """Bad rows have their index in `x` if there is one, also shuffled, otherwise their values."""
 
-from __future__ import annotations
-
 import csv
 import math
 
@@ -88,14 +86,12 @@ def test_other_arrays(made):
 
 
 def test_inputs_by_name():
-    """A row of a dict of inputs is one index in all of its arrays."""
     x, y = data()
     guard = found(dense(a=(4,), b=(2,)), {"a": x[:, :4], "b": x[:, 4:]}, y, batch_size=BATCH)
     assert {sample.reason for sample in check(guard)} >= {"2 NaN of 4 in x/a", "2 Inf of 4 in x/a"}
 
 
 def test_rows_that_are_the_same():
-    """Of two rows with the same inputs, the one with the same targets is found."""
     x, y = data()
     x[:] = np.where(np.isin(np.arange(ROWS), list(BAD))[:, None], 0.5, x)
     y[40] = np.nan
@@ -129,13 +125,7 @@ def test_copies_that_have_names():
     x, y = data()
     x[list(BAD)], y[list(BAD)] = np.nan, 1.0
     keyed = {"a": x, "id": np.arange(ROWS).astype("int32")}
-
-    class Batches(Sequence):
-        def __getitem__(self, number):
-            rows = slice(number * BATCH, (number + 1) * BATCH)
-            return {name: array[rows] for name, array in keyed.items()}, self.y[rows]
-
-    guard = found(dense(a=(6,)), Batches(x, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
+    guard = found(dense(a=(6,)), Sequence(keyed, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
     assert {sample.label: sample.times for sample in guard.bad_samples()} == {str(row): 2 for row in BAD}
 
 
@@ -173,7 +163,7 @@ class Sequence(keras.utils.PyDataset):
 
     def __getitem__(self, number):
         rows = slice(number * BATCH, (number + 1) * BATCH)
-        return self.x[rows], self.y[rows]
+        return keras.tree.map_structure(lambda array: array[rows], (self.x, self.y))
 
 
 def of_torch(x, y):
@@ -200,14 +190,7 @@ def test_names_of_the_user():
     guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=names), batch_size=BATCH, epochs=1)
     assert {sample.label for sample in guard.bad_samples()} == {names[row] for row in BAD}
     keyed = {"a": x, "id": np.arange(1000, 1000 + ROWS).astype("int32")}
-    model = dense(a=(6,))
-
-    class Batches(Sequence):
-        def __getitem__(self, number):
-            rows = slice(number * BATCH, (number + 1) * BATCH)
-            return {name: array[rows] for name, array in keyed.items()}, self.y[rows]
-
-    guard = found(model, Batches(x, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
+    guard = found(dense(a=(6,)), Sequence(keyed, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
     assert {sample.label for sample in guard.bad_samples()} == {str(1000 + row) for row in BAD}
     assert {sample.times for sample in guard.bad_samples()} == {2}
     with pytest.raises(GuardError, match="sample_ids to be one name for each row"):

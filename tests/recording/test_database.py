@@ -1,7 +1,5 @@
 """The file of a recording equals the memory, survives its process, and is safe to read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -347,7 +345,6 @@ def test_files_from_elsewhere(tmp_path, name):
 
 
 def test_garbled(tmp_path):
-    """A file with random bytes in it gives either an error or a recording."""
     garbled(valid(tmp_path))
     with contextlib.suppress(GuardError):
         Recording.read(tmp_path)
@@ -371,7 +368,6 @@ def test_a_journal_that_names_another_file(tmp_path):
 
 
 def test_a_recording_that_is_a_link(tmp_path):
-    """A link in a foreign directory is followed for reading, and never for writing."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "theirs").mkdir()
     path = valid(tmp_path / "mine")

@@ -1,7 +1,5 @@
 """Layers over time: measurements agree with the weights, and take only their share of time."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ QUIET = {"verbose": 0, "diagnose": False}
 
 @pytest.fixture
 def often(set_limit):
-    """Measure the layers as often as possible."""
     set_limit("share of the time for looks", 1e9)
     set_limit("steps between two looks", 1)
 

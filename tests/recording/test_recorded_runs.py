@@ -1,6 +1,7 @@
 """The recording of a run agrees with an observer of Keras, on every backend and in every mode."""
 
-from __future__ import annotations
+import math
+import traceback
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from support.programs import differentiated
 from support.recordings import COMMITTED, OVERFLOW, flushed, run_of
 
 from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
+from keras_nanguard._keras import optimizers
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
@@ -54,7 +56,6 @@ def test_each_step(mode):
 
 
 def test_gradient_norm_is_that_of_the_gradient():
-    """The recorded norm of a linear model equals that of a formula."""
     x, y = zoo.regression(batches=1).all
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -73,13 +74,9 @@ def test_learning_rate_is_true_or_unknown(rate):
     lower = keras.callbacks.LearningRateScheduler(lambda epoch, now: 0.02 / (epoch + 1))
     observer = zoo.Before(lambda model: float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
     guard = NanGuard(**QUIET)
-    zoo.run(
-        lambda: zoo.plain(keras.optimizers.SGD(given)),
-        zoo.regression(),
-        guard=guard,
-        epochs=3,
-        callbacks=[lower, observer] if rate == "number" else [],
-    )
+    callbacks = [lower, observer] if rate == "number" else []
+    build = lambda: zoo.plain(keras.optimizers.SGD(given))  # noqa: E731
+    zoo.run(build, zoo.regression(), guard=guard, epochs=3, callbacks=callbacks)
     found = guard.recording.steps["learning_rate"]
     expected = observer.seen if rate == "number" else [0.02 * 0.9**step for step in range(36)]
     known = np.isfinite(found)
@@ -104,7 +101,6 @@ def test_rates_that_the_guard_lowers():
 
 
 def test_rollback():
-    """Steps that a rollback undoes are marked, and the epoch log counts the rollback."""
     guard = acting("rollback")
     run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 10), guard=guard, epochs=2)
     steps, kinds = counted(guard), [event.kind for event in guard.recording.events]
@@ -294,7 +290,6 @@ def test_incidents_of_another_run_stay(tmp_path):
 
 
 def looped(guard, data):
-    """Train in a hand-written loop, in the idiom of the backend."""
     keras.utils.set_random_seed(0)
     model, optimizer = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
@@ -340,3 +335,88 @@ def test_hand_written_loop(tmp_path):
     found = Recording.read(tmp_path)
     assert found.meta["status"] == "finished" and found.samples == guard.bad_samples() and len(found) == 12
     assert [event.kind for event in found.events] == ["begin", "incident", "end"]
+
+
+# Rates and loss scales
+
+
+def test_rate_that_returns():
+    """The return of a rate is an event; a change by the guard is not attributed to a callback."""
+    guard = acting({"lower_lr": {"factor": 1e-4, "recover_after": 32}})
+    moments = iter(range(10**6))
+    guard._log.recorder._now = lambda: 0.02 * next(moments)
+    data = zoo.poison(zoo.regression(batches=60), 5)
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), data, guard=guard, epochs=1)
+    first, *events = (e for e in guard.recording.events if e.kind == "learning_rate")
+    assert first.data == {"factor_before": 1.0, "factor": 1e-4, "by": "guard"} and {e.data["by"] for e in events} == {"guard"}
+    assert [(e.step, e.data["factor_before"], e.data["factor"]) for e in events] == [(37, 1e-4, 1.0)]
+
+
+def test_first_epoch_is_another_one():
+    """A fit that begins with a later epoch is recorded with that epoch, and so are its means."""
+    data = zoo.regression()
+    guard = NanGuard(**QUIET)
+    model = zoo.plain(keras.optimizers.SGD(0.01))
+    history = model.fit(*data.all, batch_size=zoo.BATCH, initial_epoch=2, epochs=4, verbose=0, callbacks=[guard]).history
+    steps = guard.recording.steps
+    assert steps["epoch"].tolist() == [2] * 12 + [3] * 12 and steps["batch"].tolist() == [*range(12)] * 2
+    norms = [steps["gradient_norm"][steps["epoch"] == epoch].mean() for epoch in (2, 3)]
+    assert history["nanguard/grad_norm"] == pytest.approx(norms)
+    assert [event.epoch for event in guard.recording.events] == [2, 2, 3, 3]
+
+
+def test_rates_of_an_earlier_process(tmp_path):
+    data = zoo.regression()
+    for rate in (0.02, 0.01):
+        guard = NanGuard(directory=tmp_path, **QUIET)
+        zoo.plain(keras.optimizers.SGD(rate)).fit(*data.all, batch_size=zoo.BATCH, epochs=2, verbose=0, callbacks=[guard])
+    expected = np.float32([0.02] * 24 + [0.01] * 24)
+    for recording in (guard.recording, Recording.read(tmp_path)):
+        np.testing.assert_array_equal(recording.steps["learning_rate"], expected)
+
+
+def read_by_guard():
+    """Whether the guard reads a rate now, and not a step of Keras."""
+    return any(frame.filename == optimizers.__file__ for frame in traceback.extract_stack())
+
+
+def train(rate, guard):
+    data = zoo.poison(zoo.regression(), zoo.BATCHES - 1)
+    eager = keras.backend.backend() != "jax"
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(rate), run_eagerly=eager), data, guard=guard, epochs=1)
+
+
+def test_a_custom_function_is_not_read():
+    """It may count its calls, so only steps call it, and a diagnosis, which needs its value."""
+    reads = []
+
+    def rate():
+        if read_by_guard():
+            reads.append("".join(traceback.format_stack()))
+        return 0.01
+
+    guard = NanGuard(**QUIET)
+    train(rate, guard)
+    assert len(guard.incidents) == 1 and reads == []
+
+
+def test_a_schedule_that_raises_outside_of_a_step():
+    """It does not end training, and the incident has no rate."""
+
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            if read_by_guard():
+                raise RuntimeError("no rate")
+            return 0.01
+
+    guard = NanGuard(**QUIET)
+    train(Schedule(), guard)
+    (incident,) = guard.incidents
+    assert incident.refused and "learning_rate" not in incident.values
+
+
+def test_a_custom_function_that_is_to_blame(capsys):
+    """The line of its incident has no number, because the incident has none."""
+    train(lambda: math.inf, NanGuard())
+    lines = capsys.readouterr().out.splitlines()
+    assert "the learning rate was out of range" in lines[0] and "nan." not in lines[0], lines

@@ -1,7 +1,5 @@
 """The recorder: complete at the end, every second good step before, limited in size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import limits, recordings, zoo
@@ -37,7 +35,6 @@ def recorder(**settings):
 
 
 def pushed(made, count, bad, seed=0):
-    """Push steps with all kinds of values, and return their columns."""
     random = np.random.default_rng(seed)
     loss, squares = random.standard_normal(count), random.random(count)
     loss[random.random(count) < 0.05] = np.nan
@@ -71,7 +68,6 @@ class TestSteps:
         assert run_of(made.recording).totals == (total or None, bad, overflows, 0)
 
     def test_undone_steps_are_removed_like_others(self):
-        """Among the kept steps those after the snapshot are undone, earlier ones are not."""
         made = recorder()
         for step in range(MAX_STEPS + 3000):
             made.push(step, 1.0, 1.0, 1.0)
@@ -124,7 +120,6 @@ class TestRecorder:
         assert sum(event.kind == "incident" for event in found.events) > 1000
 
     def test_a_recording_is_a_copy(self):
-        """The contents of a recording do not change during the run."""
         made = recorder()
         made.push(0, 1.0, 1.0, 1.0)
         before = made.recording
@@ -145,7 +140,6 @@ class TestRecording:
 
     @pytest.mark.parametrize(("call", "says"), [(("los",), "name to be one of"), (("loss", 0), "points to be at least 1")])
     def test_series_of_nothing(self, call, says):
-        """A wrong name and a wrong number of points are errors."""
         with pytest.raises(GuardError, match=says):
             recordings.synthetic(10).series(*call)
 

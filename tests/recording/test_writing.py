@@ -1,7 +1,5 @@
 """Errors of writing a recording are reported, and neither block nor stop anything else."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -21,6 +19,13 @@ from keras_nanguard._recording import recorder as recording_module
 from keras_nanguard._recording.database import Memory
 
 zoo.once()
+
+
+def another_fit(made, folder):
+    """Record a fit of five steps in the file of this folder."""
+    made.begin({}, scaled=True, path=folder / NAME)
+    push(made, 5)
+    made.end("finished", 5, 0)
 
 
 def test_nowhere_to_write(tmp_path):
@@ -118,9 +123,7 @@ def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
         CALLS[call](made)
     assert made.problem() == "recording.sqlite is not written: MemoryError"
     made.end("finished", 3, 0)
-    made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    made.end("finished", 5, 0)
+    another_fit(made, tmp_path)
     assert made.problem() == ""
     same(made.recording, Recording.read(tmp_path))
 
@@ -139,9 +142,7 @@ def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, wh
     made.end("finished", 5, 0)
     assert made.problem() == "recording.sqlite is not written: MemoryError"
     same(first.recording, Recording.read(tmp_path))
-    made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    made.end("finished", 5, 0)
+    another_fit(made, tmp_path)
     if what == "Memory":
         assert "use one directory per run" in made.problem()
         same(first.recording, Recording.read(tmp_path))
@@ -156,9 +157,7 @@ def test_a_copy_continues_the_file(tmp_path, how):
     push(made, 10)
     made.end("finished", 10, 0)
     other = how(made)
-    other.begin({}, scaled=True, path=tmp_path / NAME)
-    push(other, 5)
-    other.end("finished", 5, 0)
+    another_fit(other, tmp_path)
     assert other.problem() == "" and len(Recording.read(tmp_path)) == 15
     same(other.recording, Recording.read(tmp_path))
     made.begin({}, scaled=True, path=tmp_path / NAME)
@@ -229,22 +228,17 @@ def test_locked_for_long(tmp_path, set_limit):
     made.end("finished", 60, 0)
     assert made.problem() == "recording.sqlite is not written: database is locked" and len(Recording.read(tmp_path)) == 40
     other.close()
-    made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    made.end("finished", 5, 0)
+    another_fit(made, tmp_path)
     assert made.problem() == "" and len(Recording.read(tmp_path)) == 65
     same(made.recording, Recording.read(tmp_path))
 
 
 def test_a_file_that_is_gone(tmp_path):
-    """If the file was removed between two fits, the next one writes everything recorded."""
     made = begun(tmp_path)
     push(made, 10)
     made.end("finished", 10, 0)
     (tmp_path / NAME).unlink()
-    made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    made.end("finished", 5, 0)
+    another_fit(made, tmp_path)
     assert made.problem() == "" and len(Recording.read(tmp_path)) == 15
     same(made.recording, Recording.read(tmp_path))
 

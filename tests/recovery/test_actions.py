@@ -1,7 +1,5 @@
 """Every action in a running fit, done and skipped."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 
@@ -38,8 +36,6 @@ def outcomes(guard, action):
 
 
 class At(keras.callbacks.Callback):
-    """Calls a function with the model before some batches of the whole fit."""
-
     def __init__(self, **steps):
         super().__init__()
         self.steps, self.seen = {int(name[1:]): do for name, do in steps.items()}, 0
@@ -51,8 +47,6 @@ class At(keras.callbacks.Callback):
 
 
 class Weights(keras.callbacks.Callback):
-    """Stores the first weight after each batch."""
-
     def on_train_begin(self, logs=None):
         self.values = [self._now()]
 
@@ -117,6 +111,7 @@ def declared(monkeypatch):
     assert wrong == []
 
 
+@pytest.mark.requires_backend("tensorflow", reason="several steps in one compiled call")
 @pytest.mark.parametrize(
     ("action", "refused", "remembered"),
     [
@@ -126,13 +121,32 @@ def declared(monkeypatch):
 )
 def test_later_steps_of_an_execution(action, refused, remembered):
     """Steps of its execution that had started do not count, and no earlier one is replayed."""
-    zoo.tensorflow_only("several steps in one compiled call")
     guard = acting(action)
     known = zoo.After(lambda model: len(guard.session.run.recent._entries))
     build = lambda: zoo.plain(dropout=False, metrics=(), steps_per_execution=4)  # noqa: E731
     train(guard, 5, build=build, callbacks=[known], steps_per_epoch=8)
     assert [o.status for i in guard.incidents for o in i.outcomes] == ["done"]
     assert (guard.session.run.counts.refused, known.seen[-1]) == (refused, remembered)
+
+
+@pytest.mark.parametrize(
+    ("action", "build", "reason"),
+    [
+        ("fix_loss_scale", None, "the model does not scale its loss"),
+        ("repair", None, "no entry is bad"),
+        ("reset_batchnorm", lambda: _linear(), "the model has no BatchNormalization"),
+        ("reset_slots", None, "no slot is bad"),
+        ({"reset_slots": {"scope": "all"}}, lambda: zoo.plain("sgd"), "there is no slot"),
+        ({"call": {"function": "fails"}}, None, "ZeroDivisionError: division by zero"),
+        ({"call": {"function": "other"}}, None, "fails"),
+    ],
+)
+def test_skipped(action, build, reason):
+    """An action that cannot be done is skipped with the reason, and training goes on."""
+    guard = acting(action, functions={"fails": lambda incident: 1 / 0})
+    train(guard, 3, build=build)
+    ((_, status, words),) = outcomes(guard, action if isinstance(action, str) else next(iter(action)))
+    assert status == "skipped" and reason in words and guard.session.run.step == 12
 
 
 class TestSkip:
@@ -147,7 +161,6 @@ class TestSkip:
 
 class TestWarn:
     def test_done(self, capsys):
-        """A warning adds its text to the line of the incident."""
         guard = acting({"warn": {"message": "look at the sensors"}})
         guard.verbose = 1
         train(guard, 3)
@@ -173,7 +186,6 @@ class TestRollback:
         assert outcomes(guard, "rollback")[0][2] == "restored the state before the first step; 6 committed steps undone"
 
     def test_depth(self):
-        """A repeated rollback goes further back, and later snapshots are not restored again."""
         further = {"rollback": {"replay_steps": False}}
         guard = acting("rollback", snapshot={"every": 3, "verify_after": 1, "keep": 5}, tables=further)
         train(guard, 10, 11)
@@ -221,7 +233,14 @@ class TestRollback:
     def test_skipped(self):
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
-        assert outcomes(guard, "rollback")[0][1:] == ("skipped", "there is no verified snapshot to restore")
+        reason = "there is no verified snapshot to restore"
+        assert outcomes(guard, "rollback")[0][1:] == ("skipped", reason)
+
+
+def _linear():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
 
 
 def _damaged():
@@ -290,8 +309,8 @@ class TestLowerLr:
             steps, wanted = steps[-1:], [4 * 0.5 * 0.25**2]
         np.testing.assert_allclose(steps, wanted, atol=1e-5)
 
+    @pytest.mark.requires_backend("tensorflow", reason="its train step has a GradientTape")
     def test_two_optimizers(self):
-        zoo.tensorflow_only("a train step that is written with GradientTape")
         model = _Pair()
         model.compile()
         x = np.ones((8, 1), "float32")
@@ -489,8 +508,9 @@ def test_rate_set_before_each_batch_of_a_run_that_diverges():
     model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(3.0), "mse")
     each, guard = EachBatch(), NanGuard(verbose=0, diagnose=False)
-    model.fit(x, y, epochs=25, shuffle=False, verbose=0, callbacks=[each, guard])
-    assert each.seen <= 400 and all(np.isfinite(w).all() for w in model.get_weights())
+    model.fit(x, y, epochs=10, shuffle=False, verbose=0, callbacks=[each, guard])
+    assert "done" in [status for _, status, _ in outcomes(guard, "lower_lr")]
+    assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
 class _Pair(keras.Model):
@@ -580,11 +600,6 @@ class TestFixLossScale:
         assert float(optimizer.dynamic_scale.numpy()) == 64.0
         assert optimizer.dynamic_growth_steps == 2000 and guard.session.run.recovery.scale_bounds is None
 
-    def test_skipped(self):
-        guard = acting("fix_loss_scale")
-        train(guard, 3)
-        assert outcomes(guard, "fix_loss_scale") == [(3, "skipped", "the model does not scale its loss")]
-
 
 class TestRepair:
     @pytest.mark.parametrize("source", ["last_good", "zeros", "ones", "initializer"])
@@ -612,16 +627,12 @@ class TestRepair:
         assert zoo.bad_entries(run.model) == []
 
     def test_slots(self):
-        """A bad slot restarts like that of a fresh optimizer."""
         guard = acting({"repair": {"source": "initializer"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[2], "inf"))])
         assert guard.incidents and zoo.bad_entries(run.model) == []
 
     def test_skipped(self):
-        """No bad entry: nothing to repair. A source without a value: nothing is changed."""
-        guard = acting("repair")
-        train(guard, 3)
-        assert outcomes(guard, "repair") == [(3, "skipped", "no entry is bad")]
+        """A source without a value: nothing is changed."""
         guard = acting("repair")
         train(guard, build=_damaged)
         assert outcomes(guard, "repair")[0][1] == "skipped"
@@ -641,11 +652,6 @@ class TestResetBatchnorm:
         wanted = seen["first" if source == "initial" else "kept"]
         for one, other in zip(seen["after"], wanted):
             np.testing.assert_array_equal(one, other)
-
-    def test_skipped(self):
-        guard = acting("reset_batchnorm")
-        walk(line("sgd", run_eagerly=True), guard, 3)
-        assert outcomes(guard, "reset_batchnorm")[0][1] == "skipped"
 
 
 def _nested(**options):
@@ -739,19 +745,10 @@ class TestResetSlots:
         np.testing.assert_array_equal(average, next(v for path, v in seen.items() if path.endswith("dense/kernel")))
 
     def test_bad(self):
-        """Only slots with a bad entry restart."""
         guard = acting({"reset_slots": {"scope": "bad"}}, {"repair": {"source": "last_good"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[3], "inf"))])
         assert "1 slots reset" in outcomes(guard, "reset_slots")[0][2]
         assert zoo.bad_entries(run.model) == []
-
-    def test_skipped(self):
-        guard = acting("reset_slots")
-        train(guard, 3)
-        assert outcomes(guard, "reset_slots") == [(3, "skipped", "no slot is bad")]
-        guard = acting({"reset_slots": {"scope": "all"}})
-        train(guard, 3, build=lambda: zoo.plain(keras.optimizers.SGD(0.01)))
-        assert outcomes(guard, "reset_slots") == [(3, "skipped", "there is no slot")]
 
 
 def diverging(rate, *callbacks, steps=40):
@@ -915,15 +912,3 @@ class TestCall:
         train(guard, 3)
         assert [i.step for i in seen] == [3] and outcomes(guard, "call") == [(3, "done", "paged")]
 
-    def test_failing(self):
-        """A function that raises is reported, and training continues."""
-        guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: 1 / 0})
-        train(guard, 3)
-        assert outcomes(guard, "call") == [(3, "skipped", "ZeroDivisionError: division by zero")]
-        assert guard.session.run.step == 12
-
-    def test_skipped(self):
-        """An unregistered name is reported together with the registered ones."""
-        guard = acting({"call": {"function": "page"}}, functions={"other": print})
-        train(guard, 3)
-        assert "other" in outcomes(guard, "call")[0][2] and outcomes(guard, "call")[0][1] == "skipped"

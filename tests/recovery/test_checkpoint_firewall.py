@@ -1,7 +1,5 @@
 """No callback saves a bad model, or treats NaN as best, at any position in the list."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from keras_nanguard.testing import corrupt
 
 
 class Vandal(keras.callbacks.Callback):
-    """Writes NaN into a weight outside of any step."""
-
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
             corrupt(self.model.trainable_variables[0], "nan")
@@ -117,23 +113,30 @@ def test_observing_changes_nothing(tmp_path):
     assert not finite_file(tmp_path / "m.keras")
 
 
-@pytest.mark.parametrize("guard_first", [True, False])
-def test_nan_of_the_validation_is_never_best(tmp_path, guard_first):
+@pytest.mark.parametrize(("guard_first", "mode"), [(True, "auto"), (False, "min")])
+def test_nan_of_the_validation_is_never_best(tmp_path, guard_first, mode):
     """Stock Keras keeps the NaN of a first validation as best for ever; the guard hides it."""
 
-    def best():
-        checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras", "val_loss", save_best_only=True)
-        return [checkpoint, keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)]
+    def best(folder):
+        path = tmp_path / folder / "{epoch}-{val_loss:.1f}.keras"
+        path.parent.mkdir()
+        more = {"patience": 9, "restore_best_weights": True}
+        return [
+            keras.callbacks.ModelCheckpoint(path, "val_loss", mode=mode, save_best_only=True),
+            keras.callbacks.EarlyStopping("val_loss", mode=mode, **more),
+        ]
 
-    stock = best()
+    stock = best("stock")
     fit(stock, validation_data=BadValidation())
     # Keras 3.6 starts from infinity instead of the first value, and is not fooled by NaN
     assert all(np.isnan(callback.best) for callback in stock) or zoo.OLD, "stock Keras keeps a NaN no more"
-    ours, guard = best(), NanGuard(verbose=0)
+    ours, guard = best("ours"), NanGuard(verbose=0)
     _, history = fit(ordered(guard, ours, guard_first), validation_data=BadValidation())
     assert all(np.isfinite(callback.best) for callback in ours)
     assert np.isnan(history["val_loss"][0]) and np.isfinite(history["val_loss"][1:]).all()
     assert guard.incidents[0].findings[0].site == "validation"
+    saved = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert saved[0].startswith("2-") and "nan" not in "".join(saved)
 
 
 def test_rate_is_not_lowered_for_a_nan():
@@ -141,7 +144,8 @@ def test_rate_is_not_lowered_for_a_nan():
 
     def rate_after(*callbacks):
         plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=2, min_delta=0)
-        model, _ = fit([*callbacks, plateau], epochs=4, dropout=False, validation_data=BadValidation())
+        model, history = fit([*callbacks, plateau], epochs=4, dropout=False, validation_data=BadValidation())
+        assert len(history["learning_rate"]) == 4
         return float(model.optimizer.learning_rate)
 
     first = float(zoo.plain().optimizer.learning_rate)
@@ -188,8 +192,6 @@ class OwnBest(keras.callbacks.Callback):
 
 
 class TwoMetrics(keras.callbacks.Callback):
-    """A user's callback that reads two metrics."""
-
     def __init__(self):
         super().__init__()
         self.monitor, self.best, self.read = ["loss", "val_loss"], 0, []

@@ -1,7 +1,5 @@
 """Statistics that lag are reported at a validation that shows it, if they are the reason."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -95,9 +93,7 @@ HEALTHY = {
     "no validation": lambda: fit(network(), validation_data=None),
     "a generator to validate on": lambda: fit(network(), held_out=batches(), validation_steps=4),
 }
-"""Runs in which the moving statistics are not the reason, cannot be, will not be by the end, or
-cannot be checked.
-"""
+"""Moving statistics are not the reason, cannot or will not be, or cannot be checked."""
 
 
 def frozen():

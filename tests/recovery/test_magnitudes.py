@@ -2,8 +2,6 @@
 that jump, or in second moments that the gradients cannot have produced.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -94,9 +92,8 @@ def test_second_moments_that_no_gradient_explains(path, make, capsys):
     """3e38 in a second moment stops its weight for good. Restored, the run ends as without it."""
     data = zoo.regression()
     expected = zoo.run(build(lambda: make(1e-3)), data)
-    run = zoo.run(
-        build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[writes(path, 3e38)]
-    )
+    write = writes(path, 3e38)
+    run = zoo.run(build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[write])
     (incident,) = run.guard.incidents
     assert {(f.site, f.kind) for f in incident.findings} == {("slots", "out_of_range")}
     assert incident.diagnosis.cause == "state_nonfinite" and "e+38 in " in capsys.readouterr().out
@@ -125,8 +122,6 @@ def test_second_moments_of_growing_gradients():
 
 
 class Marked(optimizers.Adam):
-    """Stores its own number in a slot."""
-
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
         moment = self._velocities[self._get_variable_index(variable)]
@@ -145,9 +140,8 @@ def test_a_limit_of_the_policy(limits):
     guard = NanGuard(verbose=0, limits=list(limits))
     data = zoo.regression(batches=60)
     data.x[:, 0] = 0.0  # so that the first row of the first kernel has no effect on the loss
-    run = zoo.run(
-        build(lambda: optimizers.SGD(1e-3)), data, guard=guard, callbacks=[writes("dense/kernel", 1e5)]
-    )
+    write = writes("dense/kernel", 1e5)
+    run = zoo.run(build(lambda: optimizers.SGD(1e-3)), data, guard=guard, callbacks=[write])
     kernel = next(v for path, v in run.state if path.endswith("kernel"))
     if not limits:
         assert guard.incidents == [] and kernel.flat[0] == 1e5

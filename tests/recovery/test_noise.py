@@ -1,7 +1,5 @@
 """Random numbers that ruin a step are redrawn; an isolated bad batch advances no generator."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

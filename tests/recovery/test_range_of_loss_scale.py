@@ -24,15 +24,10 @@ def tiny_error(y_true, y_pred):
     return squared_error(y_true, y_pred) * 1e-13
 
 
+HIGH = {"initial_scale": 2.0**30, "dynamic_growth_steps": 40}
 PROGRAMS = {
     "below 1": (1000.0, squared_error, 1e-7, {}, lambda scale: scale < 1.0),
-    "above 2^32": (
-        1.0,
-        tiny_error,
-        1e-20,
-        {"initial_scale": 2.0**30, "dynamic_growth_steps": 40},
-        lambda scale: scale > 2.0**32,
-    ),
+    "above 2^32": (1.0, tiny_error, 1e-20, HIGH, lambda scale: scale > 2.0**32),
 }
 
 

@@ -1,7 +1,5 @@
 """After a fit a guard keeps the data for its reports, but neither snapshots nor batches."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -64,15 +62,10 @@ def test_after_a_fit_of_a_guarded_model():
 
 def test_after_a_fit_that_fails():
     """Nor after an exception of another callback."""
-
-    class Fails(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 9:
-                looks.on_epoch_end(0)
-                raise RuntimeError("fails")
-
     guard = NanGuard(verbose=0, snapshot=OFTEN)
     looks = Looks(guard)
+    last = zoo.After(lambda model: looks.on_epoch_end(0), 9)
+    fails = zoo.After(zoo.raising(RuntimeError("fails")), 9)
     with pytest.raises(RuntimeError, match="fails"):
-        zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[Fails()])
+        zoo.run(zoo.plain, zoo.regression(), guard=guard, callbacks=[last, fails])
     assert held(guard, looks) == ([], [])

@@ -1,7 +1,5 @@
 """What is counted, remembered and reported of steps that are replayed or undone."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -10,20 +8,10 @@ from support import zoo
 from keras_nanguard import NanGuard
 from keras_nanguard.testing import corrupt
 
-WITHIN = {"every": 4, "verify_after": 2}
 
-
-class Corrupts(keras.callbacks.Callback):
-    """Writes NaN into a kernel after some batches of the run, counted from 0."""
-
-    def __init__(self, *batches):
-        super().__init__()
-        self.batches, self.seen = batches, -1
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen += 1
-        if self.seen in self.batches:
-            corrupt(self.model.layers[0].kernel)
+def corrupts(batch, epoch=0):
+    """Return a callback that writes NaN into a kernel after this batch."""
+    return zoo.After(lambda model: corrupt(model.layers[0].kernel), batch, epoch)
 
 
 def scaled():
@@ -46,7 +34,7 @@ class TestCounts:
     def test_an_overflow_that_is_replayed_counts_once(self, capsys):
         """The epoch of an overflow, of a bad batch and of a rollback has a line."""
         guard = NanGuard(diagnose=False)
-        run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[Corrupts(9)])
+        run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[corrupts(9)])
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
         assert counts.overflows == counts.epoch_overflows == 1 and counts.refused == 2
@@ -56,7 +44,7 @@ class TestCounts:
     def test_a_replayed_step_counts_for_its_epoch(self):
         """A step of the first epoch that is refused again in the second one is none of its steps."""
         guard = NanGuard(verbose=0, diagnose=False)
-        run = zoo.run(scaled, overflowing(5, count=8), guard=guard, epochs=2, callbacks=[Corrupts(9)])
+        run = zoo.run(scaled, overflowing(5, count=8), guard=guard, epochs=2, callbacks=[corrupts(1, epoch=1)])
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
         assert run.history["refused_steps"] == [1, 1] and counts.refused == counts.overflows == 2
@@ -64,13 +52,13 @@ class TestCounts:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("corrupted", [(9,), ()])
+    @pytest.mark.parametrize("corrupted", [[9], []])
     def test_the_last_step_is_not_one_of_a_replay(self, corrupted):
         """`guard.refused` is about the step whose result the caller has, after any replay."""
         guard, seen = NanGuard(verbose=0, diagnose=False), []
         read = zoo.After(lambda model: seen.append(guard.refused))
         data = zoo.regression(batches=12)
-        zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[Corrupts(*corrupted), read])
+        zoo.run(zoo.plain, data, guard=guard, epochs=1, callbacks=[*map(corrupts, corrupted), read])
         assert [batch for batch, refused in enumerate(seen) if refused] == [n + 1 for n in corrupted]
 
 
@@ -80,7 +68,7 @@ def test_a_second_rollback_past_a_step_that_was_refused_for_the_one_before(away)
     guard, rates = NanGuard(verbose=0, diagnose=False), [0.01] * 16
     rates[5] = 3e38  # a plain rate, which the callback sets as a scheduler would
     set_rate = zoo.Before(lambda model: model.optimizer.learning_rate.assign(rates.pop(0)))
-    callbacks = [set_rate, Corrupts(10)]
+    callbacks = [set_rate, corrupts(10)]
     data = zoo.regression(batches=16)
     run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.01)), data, guard=guard, epochs=1, callbacks=callbacks)
     details = [o.detail for i in guard.incidents for o in i.outcomes if o.action == "rollback"]

@@ -1,7 +1,5 @@
 """`NanGuard(directory, resume=True)` with `BackupAndRestore`: the later state is used."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A run skips the iteration at which its schedule gives no usable learning rate."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ POLE, STEPS, BATCH = 21, 40, 8
 
 
 class Pole(keras.optimizers.schedules.LearningRateSchedule):
-    """A constant rate, except at one iteration, or at all from there on."""
-
     def __init__(self, rate=np.inf, lasting=False):
         super().__init__()
         self.rate, self.at = rate, ops.greater_equal if lasting else ops.equal
@@ -24,13 +20,14 @@ class Pole(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(self.at(step, POLE), self.rate, 0.01)
 
 
-def run(schedule, *, optimizer=keras.optimizers.Adam, options=None, guard=None, **compiled):
+def run(schedule, *callbacks, optimizer=keras.optimizers.Adam, options=None, guard=None, **compiled):
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
     model.compile(optimizer(schedule, **options or {}), "mse", **compiled)
     guard = guard or NanGuard(verbose=0)
-    model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
+    fitting = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(x, x[:, :1], **fitting, callbacks=[guard, *callbacks])
     return model, guard
 
 
@@ -85,12 +82,8 @@ def test_replay_after_a_later_rollback_passes_over_it(capsys):
         kernel = model.layers[-1].kernel
         kernel.assign(np.full(kernel.shape, np.nan, "float32"))
 
-    keras.utils.set_random_seed(0)
-    x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(Pole()), "mse")
-    guard = NanGuard()
-    model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard, zoo.Before(spoil, POLE + 4)])
+    spoils = zoo.Before(spoil, POLE + 4)
+    model, guard = run(Pole(), spoils, optimizer=keras.optimizers.SGD, guard=NanGuard())
     assert [incident.step for incident in guard.incidents] == [POLE, POLE + 4]
     assert zoo.bad_entries(model) == []
     assert "the learning rate was inf at iteration 21" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """A trial is completely undone: variables of any kind, rates, generators, counts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import keras
@@ -82,16 +80,6 @@ class Warming(keras.layers.Layer):
         return inputs * min(1.0, self.calls / 30)
 
 
-class Means(keras.callbacks.Callback):
-    """Notes the tensor of the layer after each step."""
-
-    def on_train_begin(self, logs=None):
-        self.found = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.found.append(float(self.model.layers[0].mean))
-
-
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step cannot")
 def test_attributes_of_a_layer_are_restored():
     """A trial leaves the attributes of layers alone, and so the result of an eager run."""
@@ -101,10 +89,10 @@ def test_attributes_of_a_layer_are_restored():
         model = keras.Sequential([keras.Input((4,)), Warming(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
         guard = NanGuard(verbose=0)
-        made, note = Trial(guard, step), Means()
-        model.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard, made, note])
+        made, means = Trial(guard, step), zoo.After(lambda model: float(model.layers[0].mean))
+        model.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, callbacks=[guard, made, means])
         assert [end is not None for end in made.found] == [True] * (step > 0)
-        ends.append((model.layers[0].calls, note.found, *(w.tobytes() for w in model.get_weights())))
+        ends.append((model.layers[0].calls, means.seen, *(w.tobytes() for w in model.get_weights())))
     assert ends[0] == ends[1]
 
 

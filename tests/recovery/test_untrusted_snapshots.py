@@ -1,7 +1,5 @@
 """Snapshots forged with checksums give one sentence, and set only the state of the model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,15 +19,11 @@ from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
-GOOD = GuardState(
-    policy_state=PolicyState(),
-    rates=(RateChange(**RATE), None),
-    settings=SETTINGS,
-    rollbacks=3,
-    recover_after=5,
-    lowered=(5, 6),
-).to_dict()
+RATES, COUNTS = (RateChange(**RATE), None), {"rollbacks": 3, "recover_after": 5, "lowered": (5, 6)}
+GOOD = GuardState(policy_state=PolicyState(), rates=RATES, settings=SETTINGS, **COUNTS).to_dict()
 
+WRONG_STATES = {"consecutive": -1, "climb": "many", "refused": [1.5], "more": 1}
+WRONG_STATES["rules"] = {"a": {"last": []}}
 STATES = {
     "an attribute of the optimizer": {"settings": [{"apply": 5}]},
     "a class": {"settings": [{"__class__": 1}]},
@@ -51,13 +45,7 @@ STATES = {
     "another format": {"format": 7},
     **{
         f"a policy state with {name}": {"policy_state": {**PolicyState().model_dump(mode="json"), name: value}}
-        for name, value in {
-            "consecutive": -1,
-            "climb": "many",
-            "refused": [1.5],
-            "more": 1,
-            "rules": {"a": {"last": []}},
-        }.items()
+        for name, value in WRONG_STATES.items()
     },
     "no policy state": {"policy_state": None},
 }
@@ -117,6 +105,13 @@ def sealed(path, **changes):
     path.write_text(json.dumps({**data, "sha256": atomic_files._checksum(data)}))
 
 
+def resumed(snapshot, folder, policy="recover"):
+    """Resume from a snapshot whose arrays were changed, and its checksum with them."""
+    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
+    guard = NanGuard(policy, verbose=0, diagnose=False, directory=folder, resume=True)
+    zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+
+
 RECORDS = {
     "a step that is a text": {"step": "5"},
     "a batch below 0": {"batch": -1},
@@ -146,10 +141,8 @@ def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
     raw = bytearray((snapshot / "state.npz").read_bytes())
     raw[:4] = b"none"
     (snapshot / "state.npz").write_bytes(raw)
-    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
-    guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
     with pytest.raises(GuardError, match="does not fit this model"):
-        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+        resumed(snapshot, tmp_path)
 
 
 def test_nan_behind_a_right_checksum_is_reported_when_a_run_resumes(snapshot, tmp_path):
@@ -160,15 +153,13 @@ def test_nan_behind_a_right_checksum_is_reported_when_a_run_resumes(snapshot, tm
     kernel = f"v{next(n for n, path in enumerate(names) if path.endswith('kernel'))}"
     arrays[kernel].flat[0] = np.nan
     np.savez(snapshot / "state.npz", **arrays)
-    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
-    guard = NanGuard("raise", verbose=0, diagnose=False, directory=tmp_path, resume=True)
-    with pytest.raises(NonFiniteError):
-        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
-    assert guard.incidents[0].sites == ("state",) and guard.incidents[0].findings[0].nan == 1
+    with pytest.raises(NonFiniteError) as raised:
+        resumed(snapshot, tmp_path, "raise")
+    incident = raised.value.incident
+    assert incident.sites == ("state",) and incident.findings[0].nan == 1
 
 
 def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
-    """A record that is not a file is ignored."""
     (snapshot / "snapshot.json").unlink()
     os.mkfifo(snapshot / "snapshot.json")
     with pytest.warns(UserWarning, match="no such file"), pytest.raises(GuardError):
@@ -181,7 +172,5 @@ def test_a_generator_with_another_state(snapshot, tmp_path):
     with np.load(snapshot / "state.npz") as stored:
         arrays = {**{name: stored[name] for name in stored.files}, "generator": np.zeros(3, np.float64)}
     np.savez(snapshot / "state.npz", **arrays)
-    sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
-    guard = NanGuard(verbose=0, diagnose=False, directory=tmp_path, resume=True)
     with pytest.raises(GuardError, match="generator"):
-        zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+        resumed(snapshot, tmp_path)

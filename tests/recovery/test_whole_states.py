@@ -1,7 +1,5 @@
 """A state is restored completely or not at all, for any exception during the write."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,15 +1,11 @@
 """Healthy training with unusual losses has no incident, and the bits of the plain run."""
 
-from __future__ import annotations
-
 import pytest
 from support import zoo
 from support.wild_programs import WILD, Wild, train
 
 ROUNDED = {"batch-of-one", "rate-reduced-to-nothing"}
-"""Programs for which XLA, which compiles guarded and plain steps separately, rounds some last bits
-differently.
-"""
+"""XLA compiles guarded and plain steps of these separately, and rounds some last bits anew."""
 
 
 class Misdescribed(Exception):

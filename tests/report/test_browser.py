@@ -1,7 +1,5 @@
 """The page in a real browser opens fast, loads nothing else, and all is in reach."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import pairwise, product

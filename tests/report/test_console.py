@@ -1,7 +1,5 @@
 """A run on a terminal and in a log: a line per kind, an intact bar, a table at the end."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -24,8 +22,6 @@ EPOCHS = 3
 
 
 class Stream(io.StringIO):
-    """A standard output that is or is not a terminal."""
-
     encoding = "utf-8"
 
     def __init__(self, terminal):
@@ -160,7 +156,6 @@ class Tee:
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_an_output_without_isatty(monkeypatch, verbose):
-    """A standard output that is not a file is not a terminal."""
     tee = Tee()
     train(monkeypatch, tee, verbose=verbose)
     assert "skipped 6 of 30 steps, 6 incidents" in tee.text

@@ -1,7 +1,5 @@
 """The figure of a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What other callbacks, History and the console receive."""
 
-from __future__ import annotations
-
 import csv
 import math
 import threading
@@ -17,8 +15,6 @@ NAMES = {f"nanguard/{name}" for name in ("grad_norm", "rate_factor", "loss_scale
 
 
 class Recorder(keras.callbacks.Callback):
-    """Stores all logs of Keras, and whether the model was finite at that time."""
-
     def __init__(self):
         super().__init__()
         self.batches, self.epochs, self.bad = [], [], []
@@ -41,8 +37,6 @@ def fit(data, *callbacks, epochs=2, model=None, **kwargs):
 
 
 class Threads(keras.callbacks.Callback):
-    """Records the threads in which it is called for batches, and works in any."""
-
     async_safe = True
 
     def __init__(self):

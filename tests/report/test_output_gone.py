@@ -1,7 +1,5 @@
 """No error in printing, writing or tracking is raised into training."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -62,7 +60,6 @@ def trained(guard, epochs=2):
 @pytest.mark.parametrize("stream", [Full(), Broken(), Tee(), Closed(), None], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_standard_output(monkeypatch, stream, verbose):
-    """Training continues with any broken standard output."""
     monkeypatch.setattr(sys, "stdout", stream)
     trained(NanGuard(verbose=verbose))
 

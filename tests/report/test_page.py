@@ -1,7 +1,5 @@
 """The page of a run: content, independence of other files, escaped names, files it reads."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -56,6 +54,12 @@ def page_of(recording):
     return html.page(run_of(recording))
 
 
+def data_of(page):
+    """Return the data of the script of a page: strict JSON."""
+    raw = next(r for r in Elements(page).raw if r.startswith('{"charts"'))
+    return json.loads(raw, parse_constant=pytest.fail)
+
+
 def test_contents():
     recording = synthetic(1500, 6)
     text = " ".join(Elements(page_of(recording)).text)
@@ -72,7 +76,6 @@ def test_a_healthy_run():
 
 
 def test_before_the_first_step():
-    """The page of an unused guard states this, and claims nothing."""
     text = " ".join(Elements(html.page(ShownRun((), Recorder().recording))).text)
     assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
@@ -108,8 +111,7 @@ def test_it_needs_nothing_else():
 def test_the_data_of_the_script():
     """It is JSON, without NaN; each incident has its step and its card."""
     recording = synthetic(600, 9)
-    raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
-    data = json.loads(raw, parse_constant=pytest.fail)
+    data = data_of(page_of(recording))
     steps, numbers, _ = data["marks"]["incidents"]
     assert steps == [i.step + 1 for i in incidents_of(recording)] and set(numbers) == {0, 1, 2, 3}
     loss = next(chart for chart in data["charts"] if chart["name"] == "loss")
@@ -120,8 +122,8 @@ def test_steps_count_as_in_the_recording():
     """Incidents of a second fit count from its start; on the timeline from the recording's."""
     recording = synthetic(600, 4)
     later = [replace(event, step=event.step + 7) for event in recording.events]
-    raw = next(r for r in Elements(page_of(replace(recording, events=tuple(later)))).raw if r.startswith('{"charts"'))
-    assert json.loads(raw)["marks"]["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
+    marks = data_of(page_of(replace(recording, events=tuple(later))))["marks"]
+    assert marks["incidents"][0] == [i.step + 8 for i in incidents_of(recording)]
 
 
 def test_a_log_that_is_ahead_of_the_recording():
@@ -130,12 +132,12 @@ def test_a_log_that_is_ahead_of_the_recording():
     incidents = incidents_of(recording)
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
     behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
-    raw = next(r for r in Elements(html.page(ShownRun(incidents, behind))).raw if r.startswith('{"charts"'))
-    assert len(incidents_of(behind)) == 3 and json.loads(raw)["marks"]["incidents"][0] == [i.step + 1001 for i in incidents]
+    assert len(incidents_of(behind)) == 3
+    marks = data_of(html.page(ShownRun(incidents, behind)))["marks"]
+    assert marks["incidents"][0] == [i.step + 1001 for i in incidents]
 
 
 def test_undone_values_have_a_separate_curve():
-    """The curve shows the last run of replayed steps; the first one has a separate curve."""
     back, again = 40, 10
     count = back + again
     columns = {name: np.zeros(count, dtype) for name, dtype in STEP_COLUMNS.items()}
@@ -191,8 +193,7 @@ def test_overflows_are_marked():
     recording = synthetic(30_000, 0)
     recording.steps["status"][[3, 800, 29_000]] = OVERFLOW
     recording.meta.update(refused=3, overflows=3)
-    raw = next(r for r in Elements(page_of(recording)).raw if r.startswith('{"charts"'))
-    marks = json.loads(raw)["marks"]
+    marks = data_of(page_of(recording))["marks"]
     assert "every step was finite" not in page_of(recording) and "ordinary float16 overflows" in page_of(recording)
     assert marks["overflow_count"] == 3 and marks["overflows"] == [4, 801, 29_001]
 
@@ -203,8 +204,7 @@ def test_a_directory_that_several_fits_share():
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
     both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
-    raw = next(r for r in Elements(html.page(ShownRun(incidents_of(first)[:2], both))).raw if r.startswith('{"charts"'))
-    marks = json.loads(raw)["marks"]
+    marks = data_of(html.page(ShownRun(incidents_of(first)[:2], both)))["marks"]
     assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 
 

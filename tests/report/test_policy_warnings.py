@@ -1,7 +1,5 @@
 """Parts of a policy without effect on the model are reported once, before the first step."""
 
-from __future__ import annotations
-
 import json
 
 import keras
@@ -27,31 +25,32 @@ def model():
     return made
 
 
+def fit(guard, net=None):
+    data = zoo.regression(batches=2)
+    return (net or model()).fit(data.x, data.y, verbose=0, callbacks=[guard])
+
+
 def test_rules_without_effect_are_reported_once(capsys):
     """One line each at the first fit: a rule that never becomes due, and a glob without a match."""
-    data, net = zoo.regression(batches=2), model()
-    guard = NanGuard(rules=[LATE, EMBEDDING])
-    net.fit(data.x, data.y, verbose=0, callbacks=[guard])
+    net, guard = model(), NanGuard(rules=[LATE, EMBEDDING])
+    fit(guard, net)
     lines = said(capsys)
     assert [line.split("'")[1] for line in lines] == ["late", "embedding"]
     assert "training ends at max_consecutive_refused = 12" in lines[0]
     assert "nothing in the model 'net' matches the glob 'embed*'" in lines[1]
-    net.fit(data.x, data.y, verbose=0, callbacks=[guard])
+    fit(guard, net)
     assert said(capsys) == []
 
 
 @pytest.mark.parametrize("policy", ["recover", "stop", "observe", "tune"])
 def test_a_preset_has_no_warnings(policy, capsys):
-    """The presets fit any model, so there are no warnings about them."""
-    data = zoo.regression(batches=2)
-    model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(policy)])
+    fit(NanGuard(policy))
     assert "NanGuard:" not in capsys.readouterr().out
 
 
 def test_nothing_is_printed_with_verbose_0(capsys):
     """`verbose=0` prints nothing, and a policy with warnings trains like any other."""
-    data = zoo.regression(batches=2)
-    history = model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(rules=[LATE, EMBEDDING], verbose=0)])
+    history = fit(NanGuard(rules=[LATE, EMBEDDING], verbose=0))
     assert capsys.readouterr().out == "" and len(history.history["loss"]) == 1
 
 
@@ -83,10 +82,8 @@ def test_loops_and_models_say_it_too(capsys):
 
 
 def test_a_missing_function_is_reported(capsys):
-    """It is reported before training, not at the first incident."""
     rule = {"name": "mine", "do": {"call": {"function": "notify"}}}
-    data = zoo.regression(batches=2)
-    model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(rules=[rule])])
+    fit(NanGuard(rules=[rule]))
     assert "no function is registered as 'notify'" in capsys.readouterr().out
 
 
@@ -94,8 +91,7 @@ def test_a_missing_function_is_reported(capsys):
 def test_a_missing_function_for_a_finite_fault_is_reported(where, capsys):
     """The actions for a divergence and for a bad loss scale are checked like those of rules."""
     policy = Policy(**{where: {"action": {"call": {"function": "notify"}}}})
-    data = zoo.regression(batches=2)
-    model().fit(data.x, data.y, verbose=0, callbacks=[NanGuard(policy)])
+    fit(NanGuard(policy))
     printed = capsys.readouterr().out
     assert f"call in {where}.action does nothing: no function is registered as 'notify'" in printed
 

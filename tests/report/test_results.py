@@ -1,7 +1,5 @@
 """`evaluate`, `predict`, validation: bad results are reported with the first bad layer."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -42,13 +40,11 @@ def test_first_bad_layer(call, how):
 def test_faults_of_inference_mode_are_found_at_the_first_validation():
     """Training is fine while a moving variance is bad: the first validation names the layer."""
 
-    class Ruin(keras.callbacks.Callback):
-        def on_test_begin(self, logs=None):
-            ruin(self.model, -1.0)
-
     data, guard = zoo.regression(), NanGuard(verbose=0)
     model = zoo.plain()
-    history = model.fit(*data.all, epochs=2, verbose=0, validation_data=data.all, callbacks=[Ruin(), guard]).history
+    ruins = keras.callbacks.LambdaCallback(on_test_begin=lambda logs: ruin(model, -1.0))
+    fitting = {"epochs": 2, "verbose": 0, "validation_data": data.all, "callbacks": [ruins, guard]}
+    history = model.fit(*data.all, **fitting).history
     assert np.isfinite(history["loss"]).all() and np.isnan(history["val_loss"]).all()
     assert guard.incidents[0].diagnosis.cause == "batchnorm_statistics"
     assert guard.incidents[0].epoch == 0
@@ -101,7 +97,6 @@ def test_results_of_a_model_that_was_never_trained():
 
 
 def test_healthy_results_are_silent():
-    """Finite results are not an incident, and no batch is run a second time."""
     data, guard = zoo.regression(), NanGuard(verbose=0)
     model = zoo.plain()
     model.fit(*data.all, verbose=0, validation_data=data.all, callbacks=[guard])

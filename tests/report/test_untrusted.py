@@ -1,7 +1,5 @@
 """No content of a recording controls a terminal or a page; each form is written or rejected."""
 
-from __future__ import annotations
-
 import html as text_of_html
 import io
 import json
@@ -60,7 +58,6 @@ def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
 
 
 def test_the_dashboard_shows_status_and_epochs_as_text():
-    """Status and epochs of a recording are treated like any other name."""
     recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
     screen = io.StringIO()
     Console(file=screen, width=80).print(terminal.frame(ShownRun((), recording)))
@@ -90,7 +87,6 @@ def test_depth_is_counted_exactly():
 
 
 def test_the_sentence_that_refuses_a_file_is_short(tmp_path):
-    """A long field is quoted only in part."""
     with pytest.raises(GuardError) as caught:
         files.read(log(tmp_path, values={"loss": "9" * 1_000_000 + "x"}))
     assert len(str(caught.value)) < 1000
@@ -103,7 +99,6 @@ def test_a_path_that_no_file_has(capsys):
 
 @pytest.fixture
 def bundle(tmp_path):
-    """The folder of a bundle with one row that is not finite."""
     folder = tmp_path / "incidents" / "incident-00000003-00"
     folder.mkdir(parents=True)
     np.savez(folder / "batch.npz", **{"0": np.array([[1.0, np.nan], [1.0, 2.0]], np.float32)})

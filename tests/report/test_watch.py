@@ -1,7 +1,5 @@
 """`keras-nanguard watch` displays a run from its files alone, during the run and afterwards."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -91,28 +89,20 @@ class Screen(Console):
             self.after.pop(0)()
 
 
-def test_a_recording_that_is_being_made(tmp_path, monkeypatch):
-    """A file without contents counts as an empty recording; a complete one is shown."""
-    (tmp_path / database.NAME).touch()
-    found = files.read(tmp_path)
-    assert found.recording.meta == {} and found.incidents == []
-    ended = synthetic(300, 2)
+@pytest.mark.parametrize("made", [database.NAME, "snapshots.lock"])
+def test_a_run_before_its_first_step(tmp_path, monkeypatch, made):
+    """A recording without contents, and a folder without one, are waited for."""
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / made).touch()
+    if made == database.NAME:
+        found = files.read(tmp_path)
+        assert found.recording.meta == {} and found.incidents == []
 
     def whole():
-        (tmp_path / database.NAME).unlink()
-        written(tmp_path, ended)
+        (tmp_path / made).unlink()
+        written(tmp_path, synthetic(300, 2))
 
     screen = Screen(whole)
-    monkeypatch.setattr(time, "sleep", screen.then)
-    assert terminal.watch(tmp_path, screen=screen)
-    assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
-
-
-def test_a_run_before_its_first_step(tmp_path, monkeypatch):
-    """A folder with nothing but that of the snapshots is waited for."""
-    (tmp_path / "snapshots").mkdir()
-    (tmp_path / "snapshots.lock").touch()
-    screen = Screen(lambda: written(tmp_path, synthetic(300, 2)))
     monkeypatch.setattr(time, "sleep", screen.then)
     assert terminal.watch(tmp_path, screen=screen)
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
@@ -139,7 +129,6 @@ def test_files_that_become_unreadable(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
-    """The curves are in ASCII, and names have question marks."""
     run = synthetic(300, 2, name="n\u0119t")
     written(tmp_path, run)
     assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)

@@ -1,7 +1,5 @@
 """Printed texts and the `repr` of records and reports: one line, one way of counting, short."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -38,7 +36,6 @@ def incident(step=5, epoch=0, batch=5, findings=FOUND, **fields):
 
 
 def test_findings():
-    """A finding reads like a part of a sentence."""
     assert str(Finding("loss", nan=1, inf=0, size=1)) == "loss: NaN"
     assert str(Finding("gradients", path="d/k", nan=3, inf=1, size=9)) == "gradients of d/k: 3 NaN and 1 Inf of 9"
     assert str(Finding("loss", "spike", value=12345.6)) == "loss: spike (1.235e+04)"
@@ -199,7 +196,6 @@ def test_diagnosis():
 
 
 def test_short_reprs():
-    """The `repr` of any record or report fits on a line; `print` shows the content."""
     long = Diagnosis("divergence", "model/dense/kernel", (3,), ("Much was seen. " * 40,), ("Much to do. " * 40,), 0.8)
     found = incident(diagnosis=long, findings=tuple(Finding("gradients", path=f"layer_{n}/kernel") for n in range(60)))
     scanned = ScanReport("model.keras", "keras", ())
@@ -216,7 +212,6 @@ def test_short_reprs():
 
 
 def test_a_guard_prints_its_summary():
-    """`print(guard)` shows the summary, and its `repr` the policy and the number of incidents."""
     from keras_nanguard import NanGuard
 
     guard = NanGuard("observe", verbose=0)

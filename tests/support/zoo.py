@@ -285,6 +285,32 @@ def fit(model: Any, data: Data, *callbacks: Any, **more: Any) -> dict[str, list[
     return model.fit(**{**given, **more}).history
 
 
+def refuses_one_batch(fit: Callable[..., Any], epochs: int = 2) -> NanGuard:
+    """Check that a guarded run equals the plain one, and that its bad batch is refused.
+
+    Args:
+        fit: `fit(guard, bad)` trains with a guard, or with `None`, and returns History and the
+            state. If `bad`, row 2 of batch 5 is bad.
+        epochs: of the fit.
+
+    Returns:
+        the guard of the bad run.
+    """
+    with as_written():
+        plain, state = fit(None, False)
+        guard = NanGuard(verbose=0, diagnose=False)
+        history, guarded = fit(guard, False)
+    assert guard.incidents == [] and plain_logs(history) == plain
+    pairs = zip(state, guarded, strict=True)
+    assert [p for (p, one), (_, other) in pairs if not np.array_equal(one, other)] == []
+    guard = NanGuard(verbose=0)
+    history, state = fit(guard, True)
+    assert history["refused_steps"] == [1] * epochs
+    assert [incident.batch for incident in guard.incidents] == [5] * epochs
+    assert all(finite(value) for _, value in state)
+    return guard
+
+
 def numbers(history: dict[str, list[Any]]) -> dict[str, list[float]]:
     """Return a History with tensors, which an old Keras leaves in it, as numbers."""
     return {key: [float(value) for value in values] for key, values in history.items()} if OLD else history

@@ -1,14 +1,24 @@
 """Faults in the batch, or in the state before the step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, linear, mlp, not_on, program, tensorflow_alone, tf
+from mechanisms.case import (
+    Case,
+    classes,
+    compiled,
+    data,
+    linear,
+    mlp,
+    not_on,
+    program,
+    stack,
+    tensorflow_alone,
+    tf,
+)
 
 
 @program
@@ -23,8 +33,7 @@ def nan_in_one_input_row(bad: bool) -> Case:
 def inf_in_second_input(bad: bool) -> Case:
     a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
     h = layers.Concatenate()([layers.Dense(4, name="da")(a), layers.Dense(4, name="db")(b)])
-    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(h))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model({"a": a, "b": b}, layers.Dense(1)(h)))
     x, y = data()
     second = np.ones((64, 2), "float32")
     if bad:
@@ -49,22 +58,22 @@ def nan_in_sample_weight(bad: bool) -> Case:
     return Case(mlp(), x, y, ("target_nonfinite",), "sample_weight", (1,), 1, {"sample_weight": weight})
 
 
+def _labels(wrong: int | None, **compile_: Any) -> Case:
+    x, y = classes()
+    y[20] = y[20] if wrong is None else wrong
+    loss = "sparse_categorical_crossentropy"
+    model = mlp(out=3, activation="softmax", loss=loss, **compile_)
+    return Case(model, x, y, ("target_out_of_range",), loss, (4,), 2)
+
+
 @not_on("jax", "JAX takes no class for a label out of range, and gives no bad number")
 def sparse_label_too_large(bad: bool) -> Case:
-    x, y = classes()
-    if bad:
-        y[20] = 7
-    model = mlp(out=3, activation="softmax", loss="sparse_categorical_crossentropy")
-    return Case(model, x, y, ("target_out_of_range",), "sparse_categorical_crossentropy", (4,), 2)
+    return _labels(7 if bad else None)
 
 
 @not_on("jax", "JAX takes no class for a label out of range, and gives no bad number")
 def sparse_label_negative_under_xla(bad: bool) -> Case:
-    x, y = classes()
-    if bad:
-        y[20] = -1
-    model = mlp(out=3, activation="softmax", loss="sparse_categorical_crossentropy", jit_compile=True)
-    return Case(model, x, y, ("target_out_of_range",), "sparse_categorical_crossentropy", (4,), 2)
+    return _labels(-1 if bad else None, jit_compile=True)
 
 
 @program
@@ -108,8 +117,7 @@ def huge_targets(bad: bool) -> Case:
 def constant_feature_normalised(bad: bool) -> Case:
     x, y = data()
     scale = layers.Lambda(lambda t: (t - ops.mean(t, 0)) / ops.std(t, 0), name="standardise")
-    model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(scale, layers.Dense(1))
     if bad:
         x[:, 3] = 2.0
     return Case(model, x, y, ("input_scale", "forward_domain"), "standardise", (), 0)

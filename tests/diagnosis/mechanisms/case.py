@@ -1,7 +1,5 @@
 """The definition of a program, and small models and data that several programs share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 from keras import layers
+
+from keras_nanguard import Incident, NanGuard
 
 try:
     import tensorflow as tf
@@ -40,6 +40,12 @@ class Case:
     rows: tuple[int, ...] | None = None
     step: int | None = None
     fit: dict[str, Any] = field(default_factory=dict)
+
+    def train(self, guard: NanGuard) -> list[Incident]:
+        """Train for an epoch of batches of 8, and return the incidents."""
+        how = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0, **self.fit}
+        self.model.fit(self.x, self.y, **how, callbacks=[guard])
+        return guard.incidents
 
 
 PROGRAMS: dict[str, Callable[[bool], Case]] = {}
@@ -94,29 +100,29 @@ def classes(rows: int = 64, count: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return x, labels.astype("int32")
 
 
-def mlp(
-    *extra: Any, out: int = 1, activation: Any = None, loss: Any = "mse", optimizer: Any = None, **compile_: Any
-) -> Any:
+def compiled(model: Any, optimizer: Any = "sgd", loss: Any = "mse", **compile_: Any) -> Any:
+    """Compile a model, and return it."""
+    model.compile(optimizer, loss, **compile_)
+    return model
+
+
+def stack(*parts: Any, shape: tuple[int, ...] = (4,), **compile_: Any) -> Any:
+    """Return a compiled stack of these layers."""
+    return compiled(keras.Sequential([keras.Input(shape), *parts]), **compile_)
+
+
+def mlp(*extra: Any, out: int = 1, activation: Any = None, **compile_: Any) -> Any:
     """Return a small network, compiled."""
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8, activation="tanh", name="first"),
-            *extra,
-            layers.Dense(out, activation=activation, name="head"),
-        ]
-    )
-    model.compile(optimizer or keras.optimizers.SGD(0.01), loss, **compile_)
-    return model
+    first = layers.Dense(8, activation="tanh", name="first")
+    return stack(first, *extra, layers.Dense(out, activation=activation, name="head"), **compile_)
 
 
-def linear(optimizer: Any = None, loss: Any = "mse", **compile_: Any) -> Any:
+def linear(optimizer: Any = "sgd", loss: Any = "mse", **compile_: Any) -> Any:
     """Return two linear layers without any bound."""
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first"), layers.Dense(1, name="head")])
-    model.compile(optimizer or keras.optimizers.SGD(0.01), loss, **compile_)
-    return model
+    parts = layers.Dense(8, name="first"), layers.Dense(1, name="head")
+    return stack(*parts, optimizer=optimizer, loss=loss, **compile_)
 
 
 def unary(function: Any, name: str, **compile_: Any) -> Any:

@@ -1,7 +1,5 @@
 """The same mechanisms in other modes: eager, XLA, several steps per execution, custom steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
@@ -11,36 +9,37 @@ from keras import layers, ops
 from mechanisms.case import Case, data, linear, mlp, not_on, program, tensorflow_alone, tf, unary
 
 
-def _log(bad: bool) -> Any:
-    return (lambda t: ops.log(t - 0.2)) if bad else (lambda t: ops.log(ops.abs(t) + 1.0))
+def _log(bad: bool, **compile_: Any) -> Case:
+    log = (lambda t: ops.log(t - 0.2)) if bad else (lambda t: ops.log(ops.abs(t) + 1.0))
+    return Case(unary(log, "logs", **compile_), *data(), ("forward_domain",), "logs", None, 0)
 
 
 @program
 def log_eagerly(bad: bool) -> Case:
-    x, y = data()
-    return Case(unary(_log(bad), "logs", run_eagerly=True), x, y, ("forward_domain",), "logs", None, 0)
+    return _log(bad, run_eagerly=True)
 
 
 @program
 def log_under_xla(bad: bool) -> Case:
+    return _log(bad, jit_compile=True)
+
+
+def _nan_row(bad: bool, **compile_: Any) -> Case:
     x, y = data()
-    return Case(unary(_log(bad), "logs", jit_compile=True), x, y, ("forward_domain",), "logs", None, 0)
+    if bad:
+        x[43] = np.nan
+    model = mlp(steps_per_execution=4, **compile_)
+    return Case(model, x, y, ("input_nonfinite",), "inputs", (3,), 5)
 
 
 @not_on("torch", "Keras runs no several steps in one execution there")
 def nan_row_several_steps_at_once(bad: bool) -> Case:
-    x, y = data()
-    if bad:
-        x[43] = np.nan
-    return Case(mlp(steps_per_execution=4), x, y, ("input_nonfinite",), "inputs", (3,), 5)
+    return _nan_row(bad)
 
 
 @not_on("torch", "Keras runs no several steps in one execution there")
 def nan_row_several_steps_at_once_under_xla(bad: bool) -> Case:
-    x, y = data()
-    if bad:
-        x[43] = np.nan
-    return Case(mlp(steps_per_execution=4, jit_compile=True), x, y, ("input_nonfinite",), "inputs", (3,), 5)
+    return _nan_row(bad, jit_compile=True)
 
 
 class Sharpness(keras.Model):

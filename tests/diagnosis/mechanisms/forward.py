@@ -1,14 +1,12 @@
 """Layers that leave their domain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, program, unary
+from mechanisms.case import Case, classes, compiled, data, program, stack, unary
 
 
 @program
@@ -22,23 +20,15 @@ def log_of_softmax_that_underflows(bad: bool) -> Case:
         p = p if bad else ops.maximum(p, 1e-7)
         return -ops.sum(y_true * ops.log(p), axis=-1)
 
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="logits"), layers.Softmax(name="prob")])
-    model.compile(keras.optimizers.SGD(0.01), loss)
+    model = stack(layers.Dense(3, name="logits"), layers.Softmax(name="prob"), loss=loss)
     return Case(model, x, y, ("loss_domain",), "loss", (2,), 1)
 
 
 @program
 def log_of_a_negative_activation(bad: bool) -> Case:
     x, y = data()
-    return Case(
-        unary((lambda t: ops.log(t)) if bad else (lambda t: ops.log(ops.abs(t) + 1.0)), "logs"),
-        x,
-        y,
-        ("forward_domain",),
-        "logs",
-        None,
-        0,
-    )
+    model = unary((lambda t: ops.log(t)) if bad else (lambda t: ops.log(ops.abs(t) + 1.0)), "logs")
+    return Case(model, x, y, ("forward_domain",), "logs", None, 0)
 
 
 @program
@@ -79,8 +69,7 @@ class Norm(layers.Layer):
 def custom_norm_without_epsilon(bad: bool) -> Case:
     x, y = data()
     x[13] = 0.0
-    model = keras.Sequential([keras.Input((4,)), Norm(0.0 if bad else 1e-3, name="unit"), layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(Norm(0.0 if bad else 1e-3, name="unit"), layers.Dense(1))
     return Case(model, x, y, ("forward_domain",), "unit", (5,), 1)
 
 
@@ -94,8 +83,7 @@ def attention_with_everything_masked(bad: bool) -> Case:
 
     t, keep = keras.Input((3, 4), name="t"), keras.Input((3,), name="keep")
     h = Attention(name="attend")(t, keep)
-    model = keras.Model([t, keep], layers.Dense(1)(layers.Flatten()(h)))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model([t, keep], layers.Dense(1)(layers.Flatten()(h))))
     x = np.random.default_rng(0).standard_normal((32, 3, 4)).astype("float32")
     mask = np.ones((32, 3), "float32")
     mask[:, 2] = 0
@@ -123,8 +111,7 @@ def operation_of_a_functional_model(bad: bool) -> Case:
     inputs = keras.Input((4,))
     h = layers.Dense(4, name="a")(inputs)
     h = ops.log(h) if bad else ops.log1p(ops.abs(h))
-    model = keras.Model(inputs, layers.Dense(1)(h))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model(inputs, layers.Dense(1)(h)))
     x, y = data()
     return Case(model, x, y, ("forward_domain",), "log", None, 0)
 
@@ -135,8 +122,7 @@ def layer_of_a_nested_model(bad: bool) -> Case:
         [keras.Input((4,)), layers.Dense(4), layers.Lambda(ops.sqrt if bad else ops.tanh, name="deep")], name="encoder"
     )
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, layers.Dense(1)(inner(inputs)))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model(inputs, layers.Dense(1)(inner(inputs))))
     x, y = data()
     return Case(model, x, y, ("forward_domain",), "encoder", None, 0)
 
@@ -145,8 +131,7 @@ def layer_of_a_nested_model(bad: bool) -> Case:
 def second_call_of_a_shared_layer(bad: bool) -> Case:
     shared = layers.Lambda(lambda t: ops.log(t) if bad else ops.log(ops.abs(t) + 1.0), name="shared")
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
-    model = keras.Model([a, b], layers.Dense(1)(layers.Add()([shared(a), shared(b)])))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model([a, b], layers.Dense(1)(layers.Add()([shared(a), shared(b)]))))
     x, y = data()
     x = np.abs(x) + 0.1
     other = x.copy()

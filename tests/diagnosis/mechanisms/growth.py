@@ -1,12 +1,10 @@
 """Divergence, and updates that overflow."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, data, linear, program
+from mechanisms.case import Case, compiled, data, linear, program, stack
 
 
 @program
@@ -45,15 +43,10 @@ def rate_too_high_for_adam_ends_in_exp(bad: bool) -> Case:
 
 @program
 def unbounded_recurrence(bad: bool) -> Case:
-    rnn = layers.SimpleRNN(
-        16,
-        activation="relu" if bad else "tanh",
-        recurrent_initializer=keras.initializers.Constant(0.6),
-        kernel_initializer=keras.initializers.Constant(0.3),
-        name="rnn",
-    )
-    model = keras.Sequential([keras.Input((100, 2)), rnn, layers.Dense(1)])
-    model.compile("sgd", "mse")
+    constant, activation = keras.initializers.Constant, "relu" if bad else "tanh"
+    start = {"recurrent_initializer": constant(0.6), "kernel_initializer": constant(0.3)}
+    rnn = layers.SimpleRNN(16, activation, **start, name="rnn")
+    model = stack(rnn, layers.Dense(1), shape=(100, 2))
     x = np.abs(np.random.default_rng(0).standard_normal((16, 100, 2))).astype("float32")
     return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
 
@@ -75,8 +68,7 @@ class Sums(layers.Layer):
 
 @program
 def unbounded_recurrence_of_a_custom_cell(bad: bool) -> Case:
-    model = keras.Sequential([keras.Input((80, 2)), layers.RNN(Sums(not bad), name="rnn"), layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(layers.RNN(Sums(not bad), name="rnn"), layers.Dense(1), shape=(80, 2))
     x = np.abs(np.random.default_rng(0).standard_normal((16, 80, 2))).astype("float32")
     return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
 
@@ -105,8 +97,7 @@ def optimizer_without_epsilon(bad: bool) -> Case:
 @program
 def normalisation_of_a_feature_that_was_constant(bad: bool) -> Case:
     scale = layers.Normalization(mean=[0.0] * 4, variance=[1.0, 1.0, 1.0, 0.0 if bad else 1.0], name="normalise")
-    model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(8), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = stack(scale, layers.Dense(8), layers.Dense(1))
     x, y = data(256)
     return Case(model, x, y, ("input_scale",), "normalise", ())
 
@@ -129,8 +120,7 @@ def schedule_that_ends_in_infinity(bad: bool) -> Case:
 def one_outlier_ruins_the_moving_variance(bad: bool) -> Case:
     inputs = keras.Input((4,))
     h = layers.BatchNormalization(name="bn")(inputs)
-    model = keras.Model(inputs, layers.Dense(1)(h))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = compiled(keras.Model(inputs, layers.Dense(1)(h)))
     x, y = data(800)
     if bad:
         x[77 * 8 + 3, 2] = 1e7

@@ -1,14 +1,12 @@
 """Losses outside of their domain, and derivatives that are not finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, mlp, program, tensorflow_alone, tf
+from mechanisms.case import Case, classes, data, mlp, program, stack, tensorflow_alone, tf
 
 
 @program
@@ -82,8 +80,7 @@ def added_loss_is_nan(bad: bool) -> Case:
 def regulariser_overflows(bad: bool) -> Case:
     init = keras.initializers.Constant(1e20 if bad else 0.1)
     bias = layers.Dense(4, kernel_initializer="zeros", bias_initializer=init, bias_regularizer="l2", name="big")
-    model = keras.Sequential([keras.Input((4,)), bias, layers.Activation("tanh"), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = stack(bias, layers.Activation("tanh"), layers.Dense(1))
     x, y = data()
     return Case(model, x, y, ("loss_domain",), "big/bias", (), 0)
 
@@ -126,10 +123,9 @@ def square_root_at_zero(bad: bool) -> Case:
     def length(t: Any) -> Any:
         return ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
 
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(4, use_bias=False), layers.Lambda(length, name="length"), layers.Dense(1)]
+    model = stack(
+        layers.Dense(4, use_bias=False), layers.Lambda(length, name="length"), layers.Dense(1)
     )
-    model.compile("sgd", "mse")
     return Case(model, x, y, ("gradient_domain",), "length", (1,), 2)
 
 
@@ -148,15 +144,11 @@ def the_where_trap(bad: bool) -> Case:
 
     x, y = data()
     x[33] = 0.0
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(4, use_bias=False, name="first"),
-            layers.Lambda(safe_log, name="safe"),
-            layers.Dense(1),
-        ]
+    model = stack(
+        layers.Dense(4, use_bias=False, name="first"),
+        layers.Lambda(safe_log, name="safe"),
+        layers.Dense(1),
     )
-    model.compile("sgd", "mse")
     return Case(model, x, y, ("gradient_domain",), "safe")
 
 
@@ -165,8 +157,7 @@ def power_below_one_at_zero(bad: bool) -> Case:
     x, y = data()
     x[9] = 0.0
     power = layers.Lambda(lambda t: ops.power(ops.abs(t) + (0.0 if bad else 1e-3), 0.5), name="power")
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, use_bias=False), power, layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(layers.Dense(4, use_bias=False), power, layers.Dense(1))
     return Case(model, x, y, ("gradient_domain",), "power", (1,), 1)
 
 

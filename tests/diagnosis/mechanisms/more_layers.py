@@ -1,14 +1,12 @@
 """Typical custom layers, and Keras layers at the limits of their domain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, mlp, not_on, program
+from mechanisms.case import Case, classes, compiled, data, mlp, not_on, program, stack
 
 
 def images(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -21,17 +19,11 @@ def images(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
 def convnet(policy: str = "float32", **compile_: Any) -> Any:
     """Return a convolutional network with BatchNorm, in which rows interact."""
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, name="conv", dtype=policy),
-            layers.BatchNormalization(name="bn", dtype=policy),
-            layers.Activation("relu", dtype=policy),
-            layers.MaxPooling2D(dtype=policy),
-            layers.Flatten(dtype=policy),
-            layers.Dense(3, activation="softmax", dtype="float32", name="head"),
-        ]
-    )
+    norm = layers.BatchNormalization(name="bn", dtype=policy)
+    body = [layers.Conv2D(4, 3, name="conv", dtype=policy), norm]
+    body += [layers.Activation("relu", dtype=policy), layers.MaxPooling2D(dtype=policy)]
+    body += [layers.Flatten(dtype=policy), layers.Dense(3, "softmax", dtype="float32", name="head")]
+    model = keras.Sequential([keras.Input((8, 8, 1)), *body])
     model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy", **compile_)
     return model
 
@@ -54,16 +46,14 @@ def overflowing_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
 
 @not_on("tensorflow", reason="TensorFlow pools a row of NaN to -3.4e38, so its step is finite")
 def nan_row_that_max_pooling_swallows(bad: bool) -> Case:
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.MaxPooling2D(name="pool"),
-            layers.Conv2D(2, 3),
-            layers.Flatten(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    model = stack(
+        layers.MaxPooling2D(name="pool"),
+        layers.Conv2D(2, 3),
+        layers.Flatten(),
+        layers.Dense(3, activation="softmax"),
+        shape=(8, 8, 1),
+        loss="sparse_categorical_crossentropy",
     )
-    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
     x, y = images()
     if bad:
         x[11] = np.nan
@@ -92,8 +82,7 @@ def root_mean_square_of_zeros(bad: bool) -> Case:
         def call(self, t: Any) -> Any:
             return t * ops.rsqrt(ops.mean(ops.square(t), -1, keepdims=True) + (0.0 if bad else 1e-6))
 
-    model = keras.Sequential([keras.Input((4,)), RootMeanSquare(name="rms"), layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(RootMeanSquare(name="rms"), layers.Dense(1))
     x, y = data()
     x[37] = 0.0
     return Case(model, x, y, ("forward_domain",), "rms", (5,), 4)
@@ -120,8 +109,7 @@ def contrastive_distance_of_a_pair_of_equals(bad: bool) -> Case:
         lambda pair: ops.sqrt(ops.sum(ops.square(pair[0] - pair[1]), -1, keepdims=True) + (0.0 if bad else 1e-9)),
         name="distance",
     )([tower(a), tower(b)])
-    model = keras.Model([a, b], far)
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    model = compiled(keras.Model([a, b], far), optimizer=keras.optimizers.SGD(1e-3))
     x, y = data()
     other = x[::-1].copy()
     other[19] = x[19]
@@ -199,8 +187,7 @@ def cholesky_of_no_covariance(bad: bool) -> Case:
             covariance = covariance - 10.0 * keras.ops.eye(4) if bad else covariance + 1e-3 * keras.ops.eye(4)
             return ops.matmul(t, ops.cholesky(covariance))
 
-    model = keras.Sequential([keras.Input((4,)), Whiten(name="whiten"), layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = stack(Whiten(name="whiten"), layers.Dense(1))
     x, y = data()
     return Case(model, x, y, ("forward_domain",), "whiten", None, 0)
 
@@ -219,15 +206,12 @@ def index_beyond_an_embedding(bad: bool) -> Case:
 
 @program
 def log_of_a_bidirectional_state(bad: bool) -> Case:
-    model = keras.Sequential(
-        [
-            keras.Input((5, 4)),
-            layers.Bidirectional(layers.GRU(3, name="gru"), name="both"),
-            layers.Lambda(lambda t: ops.log(t if bad else ops.abs(t) + 1.0), name="logs"),
-            layers.Dense(1),
-        ]
+    model = stack(
+        layers.Bidirectional(layers.GRU(3, name="gru"), name="both"),
+        layers.Lambda(lambda t: ops.log(t if bad else ops.abs(t) + 1.0), name="logs"),
+        layers.Dense(1),
+        shape=(5, 4),
     )
-    model.compile("sgd", "mse")
     x = np.random.default_rng(0).standard_normal((64, 5, 4)).astype("float32")
     return Case(model, x, x[:, 0, :1], ("forward_domain",), "logs", None, 0)
 
@@ -236,8 +220,7 @@ def log_of_a_bidirectional_state(bad: bool) -> Case:
 def attention_layer_of_keras_fed_with_inf(bad: bool) -> Case:
     inputs = keras.Input((3, 4))
     h = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
-    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(h)))
-    model.compile("sgd", "mse")
+    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(h))))
     x = np.random.default_rng(0).standard_normal((64, 3, 4)).astype("float32")
     y = x[:, 0, :1].copy()
     if bad:

@@ -1,14 +1,12 @@
 """Derivatives that are not finite, regularizers, complex numbers, outliers and unbounded rates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, data, linear, mlp, not_on, program, unary
+from mechanisms.case import Case, compiled, data, linear, mlp, not_on, program, stack, unary
 
 BATCH = 8
 """Rows of a batch."""
@@ -37,8 +35,7 @@ def a_regularizer_of_outputs_leaves_its_domain(bad: bool) -> Case:
         activity_regularizer=Sparsity(0.0 if bad else 1e-3),
         name="code",
     )
-    model = keras.Sequential([keras.Input((4,)), code, layers.Dense(1, name="head")])
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = stack(code, layers.Dense(1, name="head"))
     return Case(model, *data(), ("loss_domain",), "code", (), 0)
 
 
@@ -57,8 +54,7 @@ def the_slope_of_a_regularizer(bad: bool) -> Case:
     """The norm of a column of zeros has no derivative."""
     lasso = GroupLasso(0.0 if bad else 1e-6)
     copy = layers.Dense(6, kernel_initializer=keras.initializers.Identity(), kernel_regularizer=lasso, name="copy")
-    model = keras.Sequential([keras.Input((4,)), copy, layers.Dense(1, name="head")])
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+    model = stack(copy, layers.Dense(1, name="head"))
     return Case(model, *data(), ("gradient_domain",), "copy", None, 0)
 
 
@@ -81,8 +77,7 @@ def the_slope_of_a_direction(bad: bool) -> Case:
     inputs = keras.Input((4,))
     vector = layers.Dense(2, use_bias=False, name="vector")(inputs)
     angle = layers.Lambda(lambda v: ops.arctan2(v[:, :1], v[:, 1:]), name="angle")(vector)
-    model = keras.Model(inputs, angle)
-    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    model = compiled(keras.Model(inputs, angle), optimizer=keras.optimizers.SGD(1e-3))
     return Case(model, x, y, ("gradient_domain",), "angle", (2,), 3)
 
 
@@ -91,8 +86,7 @@ def the_slope_of_a_power_in_a_loss_of_keras(bad: bool) -> Case:
     """A focal loss with gamma=0 raises 0 to the power of 0."""
     loss = keras.losses.BinaryFocalCrossentropy(gamma=0.0 if bad else 2.0, from_logits=True, name="focal")
     sure = layers.Dense(1, bias_initializer=keras.initializers.Constant(30.0), name="head")
-    model = keras.Sequential([keras.Input((4,)), sure])
-    model.compile(keras.optimizers.SGD(1e-4), loss)
+    model = stack(sure, optimizer=keras.optimizers.SGD(1e-4), loss=loss)
     x, _ = data()
     return Case(model, x, np.ones((len(x), 1), "float32"), ("gradient_domain",), "focal", None, 0)
 
@@ -127,8 +121,7 @@ def one_row_is_missing_in_inputs_and_targets(bad: bool) -> Case:
 @program
 def one_row_is_far_larger_than_all_others(bad: bool) -> Case:
     inner = [layers.Dense(8), layers.BatchNormalization(), layers.ReLU(), layers.Dense(1)]
-    model = keras.Sequential([keras.Input((4,)), *inner])
-    model.compile("adam", "mse")
+    model = stack(*inner, optimizer="adam")
     x, y = data()
     if bad:
         x[26] *= 1e20
@@ -141,8 +134,7 @@ def a_variance_that_rounds_to_zero_in_the_optimizer(bad: bool) -> Case:
     optimizer = keras.optimizers.RMSprop(1e-4, rho=0.5, epsilon=1e-12, centered=bad)
     x, _ = data(8)
     x = np.abs(x) + 100.0
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, name="price")])
-    model.compile(optimizer, "mae")
+    model = stack(layers.Dense(1, name="price"), optimizer=optimizer, loss="mae")
     return Case(model, x, np.full((8, 1), 5e5, "float32"), ("optimizer_domain",), "price", None, None, {"epochs": 80})
 
 
