@@ -174,12 +174,6 @@ def test_model_not_compiled():
         model.fit(zoo.draw(batches=1), zoo.draw(batches=1)[:, :1], verbose=0, callbacks=[NanGuard(verbose=0)])
 
 
-def test_loop_without_watch():
-    guard = NanGuard(verbose=0)
-    with pytest.raises(GuardError, match=r"with guard\.watch"):
-        guard.step(lambda: None)()
-
-
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
 def test_watch_without_optimizer():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
@@ -196,8 +190,10 @@ def test_watch_with_a_list_of_optimizers():
         pass
 
 
-def test_watch_twice():
+def test_loop_without_watch_or_with_two():
     model, guard = zoo.plain(), NanGuard(verbose=0)
+    with pytest.raises(GuardError, match=r"with guard\.watch"):
+        guard.step(lambda: None)()
     with guard.watch(model), pytest.raises(GuardInUseError, match="one"), guard.watch(model):
         pass
 

@@ -27,27 +27,17 @@ class Slow(layers.Layer):
         return x
 
 
-def fit(capsys, set_limit, layer, verbose=1):
-    """Fit with one bad row in the third batch. Return the output and the guard."""
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_slow_diagnosis_is_announced_before_its_line(capsys, set_limit, verbose):
+    """The third batch has a bad row; a silent guard announces nothing."""
     set_limit("seconds until a diagnosis is slow", SECONDS / 2)
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+    model = keras.Sequential([keras.Input((4,)), Slow(), layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
     x = np.random.default_rng(0).standard_normal((24, 4)).astype("float32")
     x[20] = np.nan
     guard = NanGuard(verbose=verbose)
     model.fit(x, x[:, :1] * 0, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-    return capsys.readouterr().out, guard
-
-
-def test_a_slow_diagnosis_is_announced_before_its_line(capsys, set_limit):
-    out, guard = fit(capsys, set_limit, Slow())
-    line = "NanGuard: diagnosing step 3 (epoch 1, batch 3) ..."
-    assert out.count(line) == 1 == len(guard.incidents)
-    assert out.index(line) < out.index("NanGuard: skipped step 3 (epoch 1)")
-
-
-def test_a_silent_guard_prints_nothing(capsys, set_limit):
-    """Not even about a slow diagnosis."""
-    out, guard = fit(capsys, set_limit, Slow(), verbose=0)
-    assert "diagnosing" not in out and len(guard.incidents) == 1
+    out, line = capsys.readouterr().out, "NanGuard: diagnosing step 3 (epoch 1, batch 3) ..."
+    assert len(guard.incidents) == 1 and out.count("diagnosing") == out.count(line) == verbose
+    assert not verbose or out.index(line) < out.index("NanGuard: skipped step 3 (epoch 1)")

@@ -190,12 +190,29 @@ def test_rates_of_the_groups_of_torch():
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.3, 0.07]
 
 
+def watched(model, optimizer, plain, tries, state=None):
+    """Run twenty guarded steps, with a trial after the eleventh if `tries`; return the state."""
+    guard = NanGuard(verbose=0)
+    with guard.watch(model, optimizer) as session:
+        step = guard.step(plain)
+        for number in range(20):
+            rows = slice(8 * number, 8 * number + 8)
+            batch = [keras.ops.convert_to_tensor(array[rows]) for array in (X, Y)]
+            if state is None:
+                step(*batch)
+            else:
+                _, state = step(state, *batch)
+            if number == 10 and tries:
+                assert tried(session) is not None
+    return state
+
+
 def _torch_loop(tries):
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    optimizer, guard = torch.optim.AdamW(model.parameters(), lr=0.01), NanGuard(verbose=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def plain(x, y):
         optimizer.zero_grad()
@@ -204,12 +221,7 @@ def _torch_loop(tries):
         optimizer.step()
         return loss
 
-    with guard.watch(model, optimizer) as session:
-        step = guard.step(plain)
-        for number, (x, y) in enumerate(zip(torch.as_tensor(X).split(8), torch.as_tensor(Y).split(8))):
-            step(x, y)
-            if number == 10 and tries:
-                assert tried(session) is not None
+    watched(model, optimizer, plain, tries)
     return [*model.state_dict().values(), *(t for slots in optimizer.state.values() for t in slots.values())]
 
 
@@ -217,7 +229,7 @@ def _tensorflow_loop(tries):
     import tensorflow as tf
 
     kernel = tf.Variable(tf.ones((4, 1)), name="kernel")  # of a tf.Module, say
-    optimizer, guard = keras.optimizers.Adam(0.01), NanGuard(verbose=0)
+    optimizer = keras.optimizers.Adam(0.01)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
 
     @tf.function
@@ -228,12 +240,7 @@ def _tensorflow_loop(tries):
         optimizer.apply(tape.gradient(loss, variables), variables)
         return loss
 
-    with guard.watch(model, optimizer) as session:
-        step = guard.step(plain)
-        for number in range(20):
-            step(tf.constant(X[number * 8 : number * 8 + 8]), tf.constant(Y[number * 8 : number * 8 + 8]))
-            if number == 10 and tries:
-                assert tried(session) is not None
+    watched(model, optimizer, plain, tries)
     return [kernel, *(v.value for v in [*model.variables, *optimizer.variables])]
 
 
@@ -243,7 +250,7 @@ def _jax_loop(tries):
 
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    optimizer, guard = keras.optimizers.Adam(0.01), NanGuard(verbose=0)
+    optimizer = keras.optimizers.Adam(0.01)
     optimizer.build(model.trainable_variables)
     parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
 
@@ -262,13 +269,7 @@ def _jax_loop(tries):
 
     weights = [v.value for v in parts[0]]
     state = tuple([v.value for v in part] for part in parts), (jax.random.PRNGKey(0), [w + 0.0 for w in weights])
-    with guard.watch(model, optimizer) as session:
-        step = guard.step(plain)
-        for number in range(20):
-            _, state = step(state, X[number * 8 : number * 8 + 8], Y[number * 8 : number * 8 + 8])
-            if number == 10 and tries:
-                assert tried(session) is not None
-    return jax.tree_util.tree_leaves(state)
+    return jax.tree_util.tree_leaves(watched(model, optimizer, plain, tries, state))
 
 
 LOOPS = {"torch": _torch_loop, "tensorflow": _tensorflow_loop, "jax": _jax_loop}

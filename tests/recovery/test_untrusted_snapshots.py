@@ -105,6 +105,14 @@ def sealed(path, **changes):
     path.write_text(json.dumps({**data, "sha256": atomic_files._checksum(data)}))
 
 
+def with_arrays(snapshot, change):
+    """Change the arrays of a snapshot by a function."""
+    with np.load(snapshot / "state.npz") as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    change(arrays)
+    np.savez(snapshot / "state.npz", **arrays)
+
+
 def resumed(snapshot, folder, policy="recover"):
     """Resume from a snapshot whose arrays were changed, and its checksum with them."""
     sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
@@ -147,12 +155,9 @@ def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
 
 def test_nan_behind_a_right_checksum_is_reported_when_a_run_resumes(snapshot, tmp_path):
     """It is not trained on, and not turned into a number."""
-    with np.load(snapshot / "state.npz") as stored:
-        arrays = {name: stored[name] for name in stored.files}
     names = [path for path, *_ in atomic_files.read_json(snapshot / "snapshot.json")["variables"]]
     kernel = f"v{next(n for n, path in enumerate(names) if path.endswith('kernel'))}"
-    arrays[kernel].flat[0] = np.nan
-    np.savez(snapshot / "state.npz", **arrays)
+    with_arrays(snapshot, lambda arrays: np.put(arrays[kernel], 0, np.nan))
     with pytest.raises(NonFiniteError) as raised:
         resumed(snapshot, tmp_path, "raise")
     incident = raised.value.incident
@@ -169,8 +174,6 @@ def test_a_pipe_is_not_waited_for(snapshot, tmp_path):
 @pytest.mark.requires_backend("torch", reason="only PyTorch has a generator that belongs to no variable")
 def test_a_generator_with_another_state(snapshot, tmp_path):
     """A state that PyTorch's generator does not accept is rejected with one sentence."""
-    with np.load(snapshot / "state.npz") as stored:
-        arrays = {**{name: stored[name] for name in stored.files}, "generator": np.zeros(3, np.float64)}
-    np.savez(snapshot / "state.npz", **arrays)
+    with_arrays(snapshot, lambda arrays: arrays.update(generator=np.zeros(3, np.float64)))
     with pytest.raises(GuardError, match="generator"):
         resumed(snapshot, tmp_path)

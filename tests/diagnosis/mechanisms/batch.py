@@ -6,19 +6,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import (
-    Case,
-    classes,
-    compiled,
-    data,
-    linear,
-    mlp,
-    not_on,
-    program,
-    stack,
-    tensorflow_alone,
-    tf,
-)
+from mechanisms.case import Case, classes, data, linear, mlp, not_on, program, tensorflow_alone, tf
 
 
 @program
@@ -33,7 +21,8 @@ def nan_in_one_input_row(bad: bool) -> Case:
 def inf_in_second_input(bad: bool) -> Case:
     a, b = keras.Input((4,), name="a"), keras.Input((2,), name="b")
     h = layers.Concatenate()([layers.Dense(4, name="da")(a), layers.Dense(4, name="db")(b)])
-    model = compiled(keras.Model({"a": a, "b": b}, layers.Dense(1)(h)))
+    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(h))
+    model.compile("sgd", "mse")
     x, y = data()
     second = np.ones((64, 2), "float32")
     if bad:
@@ -117,7 +106,8 @@ def huge_targets(bad: bool) -> Case:
 def constant_feature_normalised(bad: bool) -> Case:
     x, y = data()
     scale = layers.Lambda(lambda t: (t - ops.mean(t, 0)) / ops.std(t, 0), name="standardise")
-    model = stack(scale, layers.Dense(1))
+    model = keras.Sequential([keras.Input((4,)), scale, layers.Dense(1)])
+    model.compile("sgd", "mse")
     if bad:
         x[:, 3] = 2.0
     return Case(model, x, y, ("input_scale", "forward_domain"), "standardise", (), 0)
