@@ -31,8 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 """Deprecations of Keras are found here first."""
 
-LISTS = pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches, and has no iterator and no loop over one")
-
 
 @pytest.fixture
 def model():
@@ -319,7 +317,7 @@ def test_the_state_of_the_trainer_of_jax():
     assert len(taken) == 4 == len(jax_trainer.by_part(model))
 
 
-@LISTS
+@pytest.mark.skipif(zoo.OLD, reason="Keras 3.6 gives a step on JAX a list of batches")
 @pytest.mark.requires_backend("jax", reason="the trainer of JAX")
 def test_the_loop_over_the_steps_of_an_execution(monkeypatch):
     """`_make_function` returns it, uncompiled for an uncompiled model."""

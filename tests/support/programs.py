@@ -290,13 +290,10 @@ def attention(**mode: Any) -> Any:
 
 @program("model-spectral-normalization")
 def spectral(**mode: Any) -> Any:
-    model = keras.Sequential(
-        [keras.Input((6,)), layers.SpectralNormalization(layers.Dense(6)), layers.BatchNormalization(renorm=True)]
-        if "renorm" in inspect.signature(layers.BatchNormalization).parameters
-        else [keras.Input((6,)), layers.SpectralNormalization(layers.Dense(6))]
-    )
-    model.add(layers.Dense(1))
-    return compiled(model, **mode)
+    body = [layers.SpectralNormalization(layers.Dense(6))]
+    if "renorm" in inspect.signature(layers.BatchNormalization).parameters:
+        body.append(layers.BatchNormalization(renorm=True))
+    return compiled(keras.Sequential([keras.Input((6,)), *body, layers.Dense(1)]), **mode)
 
 
 class LowestSeen(layers.Layer):
@@ -501,13 +498,14 @@ class Sharpness(OwnStep):
         return {"loss": self.tracker.result()}
 
 
-@program("step-sam")
-def sam(**mode: Any) -> Any:
-    model = Sharpness()
-    model.compile(keras.optimizers.Adam(0.01), **mode)
+def built(model: Any) -> Any:
+    """Create the variables of a compiled model and of its optimizer, and return the model."""
     model(np.zeros((1, 6), "float32"))
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+program("step-sam")(lambda **mode: built(compiled(Sharpness(), Opt.Adam(0.01), None, **mode)))
 
 
 class TwicePerStep(OwnStep):
@@ -571,10 +569,4 @@ class Conditional(keras.Model):
         return {"loss": loss, "done": done}
 
 
-@program("step-conditional")
-def conditional(**mode: Any) -> Any:
-    model = Conditional()
-    model.compile("sgd", "mse", **mode)
-    model(np.zeros((1, 6), "float32"))
-    model.optimizer.build(model.trainable_variables)
-    return model
+program("step-conditional")(lambda **mode: built(compiled(Conditional(), "sgd", **mode)))

@@ -12,10 +12,7 @@ BAD = (3, 7)
 
 
 def network():
-    body = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((6,)), *body])
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    return model
+    return zoo.plain(keras.optimizers.SGD(0.01, momentum=0.9), dropout=False, metrics=())
 
 
 def undiagnosed():

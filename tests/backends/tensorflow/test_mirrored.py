@@ -67,35 +67,23 @@ ORACLE = ["adam", "mixed_float16", "eager", "two_optimizers", "own_step"]
 
 @pytest.mark.parametrize("name", cases(*ORACLE, "several_steps"))
 def test_a_bad_batch_never_happened(result, name):
-    """Keras ends with NaN; guarded replicas end as without the bad batches."""
+    """Keras ends with NaN; guarded replicas end as without the bad batches.
+
+    An incident names the replica with the fault, or both, and the rows of the whole batch; a single
+    replica is not named.
+    """
     reported = result(name)
     assert reported["stock"] > 0, "the poison does nothing to Keras"
     assert reported["differences"] == []
     assert reported["steps"] == STEPS and all(reported["refused"])
-
-
-@pytest.mark.parametrize("name", cases(*ORACLE))
-def test_replicas_are_named(result, name):
-    """An incident names the replica with the fault, or both."""
-    reported = result(name)["replicas"]
-    if zoo.OLD and name in ("two_optimizers", "own_step"):  # reported of both replicas although one of them saw it
-        assert all(set(true) <= set(found) for true, found in zip(REPLICAS, reported))
-    else:
-        assert reported == REPLICAS
-
-
-@pytest.mark.parametrize("name", cases(*ORACLE))
-def test_rows_are_those_of_the_whole_batch(result, name):
-    """The diagnosis reports the rows of the whole batch, not those of the part of a replica."""
-    reported = result(name)
     assert set(reported["causes"]) == {"input_nonfinite"}
     assert reported["samples"] == [[6], [1], [1, 6]] * 2
-
-
-@pytest.mark.slow
-def test_one_replica_is_not_named(result):
-    """With only one replica, none is named."""
-    assert result("several_steps")["replicas"] == [[]] * 6
+    replicas = [[]] * 6 if name == "several_steps" else REPLICAS
+    if zoo.OLD and name in ("two_optimizers", "own_step"):  # names both although one saw it
+        named = zip(replicas, reported["replicas"])
+        assert all(set(true) <= set(found) for true, found in named)
+    else:
+        assert reported["replicas"] == replicas
 
 
 @pytest.mark.slow
