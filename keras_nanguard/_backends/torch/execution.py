@@ -17,14 +17,19 @@ from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import is_numeric
 from keras_nanguard._backends.torch.judging import Decision, Facts, Judged, Ran, judge, read_update
 from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._backends.torch.updates import Update, UpdateQueue
+from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
+from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import attributes as keras_attributes, optimizers as keras_optimizers
 
 
 class StepRun:
     """One run of the transaction, from the arguments of the body to its result.
+
+    The verdict is computed when the body calls its update, so a refused step is never updated. A
+    body that goes on after its update is updated at once, with the old values kept, and the verdict
+    is computed at its end.
 
     Args:
         transaction: the `Transaction`.
@@ -33,8 +38,9 @@ class StepRun:
     Attributes:
         seen: the calls of optimizers and loss.
         is_compiled: whether the body is compiled, so that its writes are not recorded.
+        keeps_undo: whether it is updated at once, with the old values kept.
         log: what a refusal restores.
-        queue: the updates, of which some wait for the verdict.
+        updates: the updates that have run.
         judged: the verdict, if it was computed in the body.
     """
 
@@ -44,6 +50,8 @@ class StepRun:
         self.transaction, self.args, parts = transaction, args, transaction.parts
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None
+        keeps_undo = self.is_compiled or transaction.is_fresh or transaction.learned.keeps_undo
+        self.keeps_undo = transaction.may_undo_update and keeps_undo
         may_add = transaction.is_fresh or transaction.learned.adds_to_gradients is not False
         holders = parts.holders if may_add and transaction.may_undo_update else ()
         # What a step finds stays alive until its end.
@@ -51,7 +59,12 @@ class StepRun:
         self.log = self._undo_log()
         watched = parts.small_state if transaction.stock else parts.all
         self._versions = [(t, t._version) for t in watched]
-        self.queue = UpdateQueue(self.log, parts.other)
+        self._versions_after: dict[int, tuple[Any, int]] = {}
+        self._by_hand: tuple[list[Any], list[Any]] = [], []
+        self._knows_loss = False
+        self.updates: list[Update] = []
+        self._created: list[tuple[Any, Any]] = []
+        self._watch = Watch()
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed."""
@@ -88,10 +101,9 @@ class StepRun:
         refuses = self.transaction.refuses
         outputs, raised = self._run_body()
         judged = self.judged or self._judge(outputs, raised)
-        learned = self._learned(judged)
         if judged.decision is Decision.CHECK:
-            self.queue.flush(keep=True)
             judged = self._judge(outputs, raised)
+        learned = self._learned(judged)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
@@ -104,7 +116,6 @@ class StepRun:
         """Release all tensors, so that an exception that refers to this run does not keep them."""
         self.seen.release()
         self.log.release()
-        self.queue.waiting.clear()
         vars(self).clear()
 
     # In the body
@@ -118,7 +129,7 @@ class StepRun:
                 if not self.is_compiled:
                     stack.enter_context(self.log)
                     if transaction.may_undo_update:
-                        self.queue.watch_from_update(stack)
+                        self._watch.wait(stack)
                 stack.enter_context(self.seen.running(self._on_update))
                 return body(*self.args), False
         except Exception as error:
@@ -134,63 +145,90 @@ class StepRun:
                 transaction.run.note_created(*created)
 
     def _on_update(self, record: Update) -> None:
+        """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
-        refuses = self.transaction.refuses
-        if refuses and not self.is_compiled:
-            self.queue.defer(record)
+        if not (self.updates or self.transaction.stock):
+            self._knows_loss = bool(self.seen.losses)
+            self._by_hand = self._changed(), self._changed_uncounted()
+        if record.evaluates and self.judged is None:
+            self.keeps_undo = self.transaction.may_undo_update
+        if self.transaction.refuses and not self.keeps_undo:
+            self._judge_update()
+        if self.judged is None or self.judged.decision is not Decision.REFUSE:
+            self._update(record)
         else:
-            self.queue.run(record, keep=refuses)
+            self._watch.begin()  # the body may go on
+
+    def _judge_update(self) -> None:
+        """Compute the verdict on what the body has done until its update."""
+        if self.judged is None:
+            self.judged = self._judge(None, raised=False)
+        elif self.judged.decision is not Decision.REFUSE:  # a further update, for the first time
+            self.judged = self._judge(None, raised=False, alone=True)
+        self.keeps_undo = self.judged.decision is Decision.CHECK
+
+    def _update(self, record: Update) -> None:
+        """Run an update."""
+        if self.keeps_undo:
+            self.log.keep_updated(record.optimizer, record.state())
+        if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
+            self._watch.begin()
+        with contextlib.nullcontext() if record.has_hooks else self._watch.paused():
+            self._created += record.run()
+        self.updates.append(record)
+        if not (self.transaction.stock or self.transaction.learned.goes_on):
+            tensors = [tensor for tensor, _ in self._versions]
+            tensors += [kept.tensor for kept in self.log.kept.values()]
+            self._versions_after = {id(t): (t, t._version) for t in tensors}
 
     @property
     def _can_be_undone(self) -> bool:
-        """Whether the step may still be refused: no verdict has let its updates take effect."""
-        undecided = self.judged is None or self.judged.decision is Decision.REFUSE
-        return self.transaction.refuses and undecided
+        """Whether the step may still be refused: everything that it has written is kept."""
+        return self.transaction.refuses and (self.keeps_undo or not self.updates)
 
     # After the body
 
-    def _judge(self, outputs: Any, raised: bool) -> Judged:
+    def _judge(self, outputs: Any, raised: bool, alone: bool = False) -> Judged:
         transaction, seen = self.transaction, self.seen
         if self.log.created:
             transaction.read_parts()
         losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
-        is_updated = self.queue.early or not transaction.refuses
-        ran = Ran(seen, self.log, losses, raised, is_updated)
-        return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
+        ran = Ran(seen, self.log, losses, raised, bool(self.updates))
+        agreement = None if alone else transaction.agreement
+        return judge(ran, transaction.parts, transaction.learned, agreement)
 
     def _learned(self, judged: Judged) -> Facts:
         """Return what the body has shown for later steps."""
-        before, log = self.transaction.learned, self.log
-        early = self.queue.early and judged.decision is not Decision.CHECK
+        transaction, log = self.transaction, self.log
+        before = transaction.learned
         adds = before.adds_to_gradients
         if self._gradients:
             adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        uncounted = {id(tensor): tensor for tensor in self._written_uncounted()}
-        untracked = {id(tensor): tensor for tensor in self._untracked()}
+        by_hand, unnoticed = self._by_hand
+        by_hand = [*by_hand, *self._not_updated(self._changed()), *self._assigned_in_compiled()]
+        unnoticed = [*unnoticed, *self._not_updated(self._changed_uncounted())]
+        uncounted = {id(tensor): tensor for tensor in unnoticed}
+        goes_on = self._goes_on()
+        several = transaction.agreement.count > 1
         return Facts(
-            untracked={**before.untracked, **untracked, **uncounted},
+            untracked={**before.untracked, **{id(t): t for t in by_hand}, **uncounted},
             tolerated=before.tolerated | judged.constants,
-            keeps_undo=before.keeps_undo or early,
+            keeps_undo=judged.keeps_undo if several else goes_on is not False,
             steps=before.steps + 1,
             stale=bool(log.created),
+            goes_on=goes_on,
             adds_to_gradients=adds,
             uncounted={**before.uncounted, **uncounted},
         )
 
-    def _untracked(self) -> list[Any]:
+    def _changed(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
-        transaction, kept = self.transaction, self.log.kept
+        kept = self.log.kept
         by_keras = {k for k, entry in kept.items() if self.is_compiled or entry.writer is not None}
         changed = [t for t, version in self._versions if t._version != version]
-        changed = self._not_updated([t for t in changed if id(t) not in by_keras])
-        # A compiled step does not show what it assigns to.
-        if transaction.jit and not self.is_compiled:
-            parts = transaction.parts
-            listed = set(map(id, parts.all if transaction.stock else parts.small_state))
-            changed += [kept[key].tensor for key in by_keras - listed]
-        return changed
+        return [t for t in changed if id(t) not in by_keras]
 
-    def _written_uncounted(self) -> list[Any]:
+    def _changed_uncounted(self) -> list[Any]:
         """Return those whose value differs although torch has counted no write of them. Only the
         first steps read this.
         """
@@ -198,27 +236,52 @@ class StepRun:
             return []
         kept = [self.log.kept.get(id(tensor)) for tensor, _ in self._versions]
         unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
-        return self._not_updated([entry.tensor for entry in unwritten if entry.differs])
+        return [entry.tensor for entry in unwritten if entry.differs]
+
+    def _assigned_in_compiled(self) -> list[Any]:
+        """Return the tensors that the eager step assigns to before it is compiled, as a compiled
+        step does not show them.
+        """
+        transaction, parts = self.transaction, self.transaction.parts
+        if not transaction.jit or self.is_compiled:
+            return []
+        listed = set(map(id, parts.all if transaction.stock else parts.small_state))
+        kept = self.log.kept.items()
+        return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
     def _not_updated(self, tensors: list[Any]) -> list[Any]:
         """Return the tensors that no update which has run may have written."""
         if not tensors:
             return []
-        run = [record for record in self.seen.records if record not in self.queue.waiting]
-        updated = {id(t) for record in run for t in record.state()}
+        updated = {id(t) for record in self.updates for t in record.state()}
         return [t for t in tensors if id(t) not in updated]
 
+    def _goes_on(self) -> bool | None:
+        """Return whether the body goes on after its first update, see `Facts`."""
+        transaction = self.transaction
+        if transaction.stock or transaction.learned.goes_on or not self.updates:
+            return False if transaction.stock else transaction.learned.goes_on
+        further = len(self.updates) > 1 or self.updates[0].evaluates or self._watch.found
+        return further or not self._knows_loss or self._writes_after()
+
+    def _writes_after(self) -> bool:
+        """Whether something that is judged was written after the last update."""
+        parts, after = self.transaction.parts, self._versions_after
+        written = [t for t, version in after.values() if t._version != version]
+        written += [e.tensor for key, e in self.log.kept.items() if key not in after]
+        unjudged = parts.judged_elsewhere - parts.updated
+        return any(id(t) not in unjudged and reductions.is_inexact(t) for t in written)
+
     def _commit(self, verdict: Verdict, learned: Facts) -> tuple[Verdict, Facts]:
-        """Run the deferred updates, and read the updated state, now or with the next step."""
-        transaction, queue = self.transaction, self.queue
+        """Read the updated state, unless the verdict has, now or with the next step."""
+        transaction = self.transaction
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()
         unseen |= learned.uncounted.keys() - transaction.learned.uncounted.keys()
-        is_read = queue.early and not queue.waiting
-        queue.flush(keep=False)
-        for created in queue.created:
+        is_read = self.keeps_undo
+        for created in self._created:
             transaction.run.note_created(*created)
-        if queue.created:
+        if self._created:
             learned, is_read = replace(learned, stale=True), False
             transaction.read_parts()
         is_due = bool(self.seen.records) and not is_read
@@ -250,19 +313,6 @@ class StepRun:
             as_tensors(self.args),
             left_by_previous=judged.left_by_previous,
         )
-
-
-class StockRun(StepRun):
-    """One run of Keras' own train step, in which nothing can fail after the update. The verdict is
-    computed when it calls its update, so nothing large is copied.
-    """
-
-    def _on_update(self, record: Update) -> None:
-        record.build()
-        if self.judged is None:
-            self.judged = self._judge(None, raised=False)
-        if self.judged.decision is not Decision.REFUSE:
-            self.queue.run(record, keep=self.judged.decision is Decision.CHECK)
 
 
 def as_tensors(args: Sequence[Any]) -> Any:

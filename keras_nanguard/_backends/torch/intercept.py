@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 import keras
 import torch
 
+from keras_nanguard._backends.torch.modules import tensors_in
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
-from keras_nanguard._keras.overrides import Overrides
+from keras_nanguard._keras.overrides import Overrides, ThreadOverrides
 
 MESSAGES = (
     "all elements of input should be between 0 and 1",  # binary_cross_entropy of NaN, on the CPU
@@ -49,6 +50,11 @@ PACKAGE = os.path.dirname(torch.__file__) + os.sep
 RAISE = dis.opmap["RAISE_VARARGS"]
 """The instruction of a `raise` statement."""
 
+SOURCES = ("compute_loss", "scale", "backward", "grad")
+"""Functions whose values are the losses of a step: of the first one that the step calls. Those of
+the others are these losses once more, scaled, or parts of them.
+"""
+
 
 class Intercept:
     """Replaces the updates of optimizers and the loss computation of one model, and records what
@@ -69,11 +75,10 @@ class Intercept:
     Attributes:
         body: the compiled step, or `None`.
         records: the calls of the optimizers, in order.
-        losses: the results of `compute_loss`.
     """
 
     records: list[Update]
-    losses: list[Any]
+    _losses: Mapping[str, list[Any]]
     _on_update: Callable[[Update], None]
 
     def __init__(
@@ -81,7 +86,10 @@ class Intercept:
     ):
         self.model = model
         self.body = None if body is None else torch.compile(body)
+        optimizers = list(optimizers)
         self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
+        scaled = filter(keras_optimizers.is_loss_scaled, optimizers if body is None else ())
+        self._replacements += [(o, "scale_loss", self._scaling(o.scale_loss)) for o in scaled]
         if hasattr(model, "compute_loss"):
             self._replacements.append((model, "compute_loss", self._noting(model.compute_loss)))
         self.release()
@@ -92,17 +100,31 @@ class Intercept:
         self.release()
         self._on_update = on_update
         try:
-            with Overrides() as overrides:
+            with contextlib.ExitStack() as stack:
+                overrides = stack.enter_context(Overrides())
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
+                if self.body is None:
+                    ROOTS.enter(self)
+                    stack.callback(ROOTS.leave, self)
                 yield self
         finally:
             del self._on_update  # it refers to the run of the step, which refers to this
 
     def release(self) -> None:
         """Release what the last step has recorded."""
-        self.records, self.losses = [], []
+        self.records, self._losses = [], {name: [] for name in SOURCES}
         self._predictions: list[Any] = []
+
+    @property
+    def losses(self) -> list[Any]:
+        """The losses of the step, from the first of `SOURCES` that has any."""
+        return next(filter(None, self._losses.values()), [])
+
+    def note_losses(self, source: str, values: Any) -> None:
+        """Note those of these values that are scalars, each of which counts as a loss."""
+        scalars = [t for t in tensors_in([values]) if t.numel() == 1 and is_inexact(t)]
+        self._losses[source].extend(scalars)
 
     @property
     def outputs(self) -> list[tuple[str, Any]]:
@@ -143,11 +165,19 @@ class Intercept:
 
         return MethodType(self._excluded(step), optimizer.of)  # a scheduler wraps its `__func__`
 
+    def _scaling(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def scale_loss(loss: Any) -> Any:
+            self.note_losses("scale", loss)
+            return real(loss)
+
+        return scale_loss
+
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def note(loss: Any, args: Any, kwargs: Any) -> None:
             if loss is not None:
                 is_tensor = isinstance(loss, torch.Tensor)
-                self.losses.append(loss if is_tensor else keras.ops.convert_to_tensor(loss))
+                loss = loss if is_tensor else keras.ops.convert_to_tensor(loss)
+                self._losses["compute_loss"].append(loss)
                 self._predictions.append(predicted(args, kwargs))
 
         note = self._excluded(note)
@@ -160,11 +190,41 @@ class Intercept:
         return compute_loss
 
     def _take(self, record: Update) -> None:
-        if not record.is_immediate:
+        if not record.evaluates:
             self.records.append(record)
         self._on_update(record)
-        if record.is_immediate:  # its gradients are known only now
+        if record.evaluates:  # its gradients are known only now
             self.records.append(record)
+
+
+def _noting_roots(source: str) -> Callable[..., Any]:
+    """Return a replacement of a function that starts a backward pass."""
+
+    def start(
+        real: Callable[..., Any], inside: Sequence[Intercept], *args: Any, **kwargs: Any
+    ) -> Any:
+        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        for seen in inside:
+            seen.note_losses(source, roots)
+        return real(*args, **kwargs)
+
+    return start
+
+
+def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, losses: Any) -> Any:
+    for seen in inside:
+        seen.note_losses("scale", losses)
+    return real(scaler, losses)
+
+
+def _scalers() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
+    yield torch.amp.GradScaler, {"scale": _scale}
+
+
+ROOTS = ThreadOverrides(  # `Tensor.backward` calls `torch.autograd.backward`
+    torch.autograd, {name: _noting_roots(name) for name in ("backward", "grad")}, _scalers
+)
+"""The override through which an eager step shows which losses it differentiates."""
 
 
 def is_numeric(error: BaseException) -> bool:

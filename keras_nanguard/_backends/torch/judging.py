@@ -46,13 +46,18 @@ class Facts(Learned):
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
+        goes_on: whether the body goes on after its first update in a way that can make the step
+            bad: with another update, with a statistic, or because its loss is known at its end
+            only. `None` until a step has updated.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
             kept before each step; `None` until a step has begun with gradients.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
     """
 
+    keeps_undo: bool = True
     steps: int = 0
     stale: bool = True
+    goes_on: bool | None = None
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     adds_to_gradients: bool | None = None
     uncounted: Mapping[int, Any] = field(default_factory=dict)
@@ -126,7 +131,7 @@ class Ran:
         log: what it has written.
         losses: its losses.
         raised: whether it has ended in an exception about a bad number.
-        updated: whether updates have run before the decision.
+        updated: whether an update has run.
     """
 
     seen: Intercept
@@ -185,6 +190,7 @@ class Judged:
     Attributes:
         ran: what was judged.
         decision: the decision.
+        keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
         gradients: the gradients, each with the path of its weight.
@@ -195,6 +201,7 @@ class Judged:
 
     ran: Ran
     decision: Decision
+    keeps_undo: bool
     verdict: Verdict
     own: Verdict
     gradients: Sequence[tuple[str, Any]]
@@ -216,14 +223,14 @@ class Judged:
         ]
 
 
-def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judged:
+def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement | None) -> Judged:
     """Read all numbers of a step and decide. The only place where the host waits for the device.
 
     Args:
         ran: what its body has done.
         parts: the train state.
         learned: what earlier steps have shown.
-        agreement: the agreement of processes that train together.
+        agreement: the agreement of processes that train together; `None`: decide alone.
     """
     constants, gradients = frozenset[int](), ran.gradients(parts)
     written = {"statistics": ran.statistics(parts, learned.tolerated), **ran.state(parts)}
@@ -250,8 +257,13 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
     left_by_previous = not all(map(math.isfinite, previous.values()))
     squares = reductions.squares_of(read["gradients"], tensors["gradients"])
     own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
-    decision, verdict = _agreed(_decision(ran, read, own), own, agreement)
-    return Judged(ran, decision, verdict, own, gradients, written, left_by_previous, constants)
+    decision, keeps_undo = _decision(ran, read, own), learned.goes_on is not False
+    verdict = own
+    if agreement is not None and agreement.count > 1:
+        decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)
+    return Judged(
+        ran, decision, keeps_undo, verdict, own, gradients, written, left_by_previous, constants
+    )
 
 
 def _verdict(
@@ -279,16 +291,19 @@ def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> De
     return Decision.CHECK if overflows and not ran.updated else Decision.COMMIT
 
 
-def _agreed(decision: Decision, own: Verdict, agreement: Agreement) -> tuple[Decision, Verdict]:
-    """Return the most careful decision of all processes, and the means of their verdicts."""
-    if agreement.count == 1:
-        return decision, own
+def _agreed(
+    decision: Decision, keeps_undo: bool, own: Verdict, agreement: Agreement
+) -> tuple[Decision, bool, Verdict]:
+    """Return the most careful decision of all processes, whether one of them keeps old values, and
+    the means of their verdicts.
+    """
     careful = [decision is Decision.REFUSE, decision is Decision.CHECK]
-    flags = [*careful, agreement.has_news]
+    flags = [*careful, keeps_undo, agreement.has_news]
     sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
-    *careful, agreement.news = (number > 0 for number in sums[:3])
-    means = (number / agreement.count for number in sums[3:])
-    return Decision([*careful, True].index(True)), Verdict.of((0.0, *means, 0.0, 0.0))
+    *careful, keeps_undo, agreement.news = (number > 0 for number in sums[:4])
+    means = (number / agreement.count for number in sums[4:])
+    agreed = Decision([*careful, True].index(True))
+    return agreed, keeps_undo, Verdict.of((0.0, *means, 0.0, 0.0))
 
 
 def read_update(

@@ -37,8 +37,9 @@ from keras_nanguard._backends.torch.modules import (
     loose_optimizers,
 )
 from keras_nanguard._backends.torch.reductions import is_inexact
-from keras_nanguard._backends.torch.undo_log import UndoLog, storage, written_by
-from keras_nanguard._backends.torch.updates import Update, UpdateQueue
+from keras_nanguard._backends.torch.undo_log import UndoLog, storage
+from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._backends.torch.watch import Watch, written_by
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.attributes import give_back_tensors
@@ -277,17 +278,18 @@ class Replay(interface.Replay):
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
-        queue = UpdateQueue(UndoLog(()), ())
+        watch = Watch()
 
         def on_update(record: Update) -> None:
-            if immediate or record.is_immediate:
-                queue.run(record, keep=False)
-            queue.watch()
+            if immediate or record.evaluates:
+                with watch.paused():
+                    record.run()
+            watch.begin()
 
         with contextlib.ExitStack() as stack:
-            _WITHOUT_ERROR.enter(queue)
-            stack.callback(_WITHOUT_ERROR.leave, queue)
-            queue.watch_from_update(stack)
+            _WITHOUT_ERROR.enter(watch)
+            stack.callback(_WITHOUT_ERROR.leave, watch)
+            watch.wait(stack)
             yield stack.enter_context(Intercept(model, optimizers).running(on_update))
 
     @contextlib.contextmanager

@@ -3,16 +3,19 @@
 In outline::
 
     keep      torch's generators and buffers; other small state is copied when the step writes it
-    run       the user's step; its optimizer updates are deferred
+    run       the user's step, up to its optimizer update
     verdict   are loss, gradients and written statistics finite, is the loss scale valid? one read
-    commit    the updates run; weights and slots are read once
-    refuse    all writes are undone, the loss scale is updated, batch and counts are reported
+    commit    the update runs; weights and slots are read once
+    refuse    the update does not run; all writes are undone, the loss scale is updated, batch and
+              counts are reported
 
-In Keras' own train step everything that can make it bad is known when it calls its update, so the
-verdict is computed there and nothing large is copied. Any other step may continue after an update.
-Its updates are deferred to the end of the step, or until an operation accesses something that they
-read or write. In that case the update runs at once and is undone on a refusal, which costs one copy
-of the written tensors.
+Nothing large is copied. In Keras' own train step everything that can make it bad is known when it
+calls its update. Another step may go on after its update in a way that can make it bad: with a
+second update, or with statistics. The first steps show whether it does. Such a step is updated at
+once, with the old values of what the update writes kept, and the verdict is computed at its end.
+
+The losses of a step are the results of `compute_loss`; of one that does not call it, the scalars
+whose backward pass it runs; of one without a backward pass, the scalars that it returns.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch.execution import StepRun, StockRun, as_tensors
+from keras_nanguard._backends.torch.execution import StepRun, as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Facts, Parts
 from keras_nanguard._core.verdict import Report, Verdict
@@ -130,7 +133,7 @@ class Transaction(interface.Transaction):
             self.compiled = None if replaced else self.compiled
             self.read_parts()
         self.given = Given.of(args)
-        step = (StockRun if self.stock and self.refuses else StepRun)(self, args)
+        step = StepRun(self, args)
         try:
             outputs, self.verdict, self.learned, reports = step.complete()
         except BaseException:

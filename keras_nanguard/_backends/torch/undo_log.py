@@ -6,10 +6,10 @@ first copies the old value, in the thread of that step only. A healthy step thus
 state (statistics, seeds, metrics), each once, and nothing else.
 
 Torch itself writes in place. The transaction runs the updates of optimizers, and keeps what they
-write if they cannot wait for the verdict. Buffers of torch modules and torch's generators are kept
-before each step, and so is every tensor whose version counter has once shown a write by the user's
-code; in the first step everything is. Learning rate schedulers and gradient scalers of torch are
-kept when the step first calls them.
+write where a step goes on after its update. Buffers of torch modules and torch's generators are
+kept before each step, and so is every tensor whose version counter has once shown a write by the
+user's code; in the first steps everything is. Learning rate schedulers and gradient scalers of
+torch are kept when the step first calls them.
 
 Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
 places that write the value of a variable on this backend; there is no public hook.
@@ -17,7 +17,7 @@ places that write the value of a variable on this backend; there is no public ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -262,14 +262,3 @@ def _place(tensor: Any) -> Any:
     if tensor.layout != torch.strided:
         return id(tensor)
     return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes in place: tensors, and lists of them."""
-    if not func._schema.is_mutable:
-        return []
-    return [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]

@@ -214,7 +214,7 @@ def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
 
     step = alone(model, body)
     step((X, Y))
-    assert not step.verdict.refused and step.verdict.statistics == 0.0 and not math.isfinite(step.verdict.weights)
+    assert step.verdict.refused and step.verdict.statistics == 0.0 and not math.isfinite(step.verdict.weights)
 
 
 # Updates without a Keras optimizer of the model

@@ -1,0 +1,99 @@
+"""Keeps what a step on torch writes in place after an update, outside of its train state.
+
+A step may go on after its update: with a slow copy of the weights, a clipped weight, or a second
+network. From the first update on, a `TorchDispatchMode` sees each operation before it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keras_nanguard._backends.torch.modules import local, tensors_in
+from keras_nanguard._backends.torch.undo_log import WRITES
+from keras_nanguard._keras.overrides import ThreadOverrides
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes in place: tensors, and lists of them."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps each tensor that the code of a step writes in place, in the undo logs of this thread.
+
+    Attributes:
+        found: whether a Keras optimizer has updated that only the body knows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = self._is_paused = False
+        self._waiting: contextlib.ExitStack | None = None
+
+    def wait(self, stack: contextlib.ExitStack) -> None:
+        """Wait for `begin`, or for an update by an optimizer that only the body knows; `stack`:
+        ends the watch.
+        """
+        self._waiting = stack
+        _APPLY.enter(self)
+        stack.callback(_APPLY.leave, self)
+
+    def begin(self) -> None:
+        """Begin to watch, unless it does already, or does not wait for it."""
+        stack, self._waiting = self._waiting, None
+        if stack is not None:
+            stack.enter_context(self)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch inside of this context."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def note_update(self) -> None:
+        """Note that an optimizer updates."""
+        if not self._is_paused:
+            self.found = True
+            self.begin()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Gradients that a backward pass adds up are not kept.
+        if not self._is_paused and torch._C._current_graph_task_id() == -1:
+            for tensor in map(local, tensors_in(written_by(func, args, kwargs))):
+                for undo_log in WRITES.inside():
+                    undo_log.keep_outside(tensor)
+                if not tensor.is_inference():
+                    increment_version(tensor)  # within a mode torch does not count `_foreach_add_`
+        return func(*args, **kwargs)
+
+
+def _applying(
+    real: Callable[..., Any], inside: Sequence[Watch], *args: Any, **kwargs: Any
+) -> Any:
+    for watch in inside:
+        watch.note_update()
+    return real(*args, **kwargs)
+
+
+_APPLY = ThreadOverrides(
+    next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind)),
+    {"apply": _applying},
+)
+"""Every update of a Keras optimizer. That of a `LossScaleOptimizer` updates by its inner one."""
