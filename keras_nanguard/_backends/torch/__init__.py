@@ -8,5 +8,6 @@ In addition to the modules that every backend has:
 | `updates` | the updates of a step |
 | `watch` | what a step writes after its update |
 | `undo_log` | what a refusal restores |
-| `judging` | the verdict on a step, and what later steps need of it |
+| `judging` | the verdict on a step |
+| `learning` | what a step shows about its body, for later steps |
 """

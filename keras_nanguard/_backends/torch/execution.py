@@ -16,6 +16,7 @@ from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import is_numeric
 from keras_nanguard._backends.torch.judging import Decision, Facts, Judged, Ran, judge, read_update
+from keras_nanguard._backends.torch.learning import Lesson
 from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -57,14 +58,10 @@ class StepRun:
         # What a step finds stays alive until its end.
         self._gradients = [(t, t.grad) for t in holders if t.grad is not None]
         self.log = self._undo_log()
-        watched = parts.small_state if transaction.stock else parts.all
-        self._versions = [(t, t._version) for t in watched]
-        self._versions_after: dict[int, tuple[Any, int]] = {}
-        self._by_hand: tuple[list[Any], list[Any]] = [], []
-        self._knows_loss = False
+        self._lesson = Lesson(transaction, self.log, self.is_compiled, self._gradients)
+        self._watch = Watch()
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
-        self._watch = Watch()
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed."""
@@ -103,7 +100,7 @@ class StepRun:
         judged = self.judged or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._learned(judged)
+        learned = self._lesson.facts(judged, self.updates, self._watch.found)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
@@ -147,9 +144,8 @@ class StepRun:
     def _on_update(self, record: Update) -> None:
         """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
-        if not (self.updates or self.transaction.stock):
-            self._knows_loss = bool(self.seen.losses)
-            self._by_hand = self._changed(), self._changed_uncounted()
+        if not self.updates:
+            self._lesson.before_update(knows_loss=bool(self.seen.losses))
         if record.evaluates and self.judged is None:
             self.keeps_undo = self.transaction.may_undo_update
         if self.transaction.refuses and not self.keeps_undo:
@@ -173,13 +169,10 @@ class StepRun:
             self.log.keep_updated(record.optimizer, record.state())
         if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
             self._watch.begin()
-        with contextlib.nullcontext() if record.has_hooks else self._watch.paused():
+        with self._watch.during(record):
             self._created += record.run()
         self.updates.append(record)
-        if not (self.transaction.stock or self.transaction.learned.goes_on):
-            tensors = [tensor for tensor, _ in self._versions]
-            tensors += [kept.tensor for kept in self.log.kept.values()]
-            self._versions_after = {id(t): (t, t._version) for t in tensors}
+        self._lesson.after_update()
 
     @property
     def _can_be_undone(self) -> bool:
@@ -196,81 +189,6 @@ class StepRun:
         ran = Ran(seen, self.log, losses, raised, bool(self.updates))
         agreement = None if alone else transaction.agreement
         return judge(ran, transaction.parts, transaction.learned, agreement)
-
-    def _learned(self, judged: Judged) -> Facts:
-        """Return what the body has shown for later steps."""
-        transaction, log = self.transaction, self.log
-        before = transaction.learned
-        adds = before.adds_to_gradients
-        if self._gradients:
-            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        by_hand, unnoticed = self._by_hand
-        by_hand = [*by_hand, *self._not_updated(self._changed()), *self._assigned_in_compiled()]
-        unnoticed = [*unnoticed, *self._not_updated(self._changed_uncounted())]
-        uncounted = {id(tensor): tensor for tensor in unnoticed}
-        goes_on = self._goes_on()
-        several = transaction.agreement.count > 1
-        return Facts(
-            untracked={**before.untracked, **{id(t): t for t in by_hand}, **uncounted},
-            tolerated=before.tolerated | judged.constants,
-            keeps_undo=judged.keeps_undo if several else goes_on is not False,
-            steps=before.steps + 1,
-            stale=bool(log.created),
-            goes_on=goes_on,
-            adds_to_gradients=adds,
-            uncounted={**before.uncounted, **uncounted},
-        )
-
-    def _changed(self) -> list[Any]:
-        """Return the tensors of the train state that were written past Keras so far."""
-        kept = self.log.kept
-        by_keras = {k for k, entry in kept.items() if self.is_compiled or entry.writer is not None}
-        changed = [t for t, version in self._versions if t._version != version]
-        return [t for t in changed if id(t) not in by_keras]
-
-    def _changed_uncounted(self) -> list[Any]:
-        """Return those whose value differs although torch has counted no write of them. Only the
-        first steps read this.
-        """
-        if not self.transaction.is_fresh:
-            return []
-        kept = [self.log.kept.get(id(tensor)) for tensor, _ in self._versions]
-        unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
-        return [entry.tensor for entry in unwritten if entry.differs]
-
-    def _assigned_in_compiled(self) -> list[Any]:
-        """Return the tensors that the eager step assigns to before it is compiled, as a compiled
-        step does not show them.
-        """
-        transaction, parts = self.transaction, self.transaction.parts
-        if not transaction.jit or self.is_compiled:
-            return []
-        listed = set(map(id, parts.all if transaction.stock else parts.small_state))
-        kept = self.log.kept.items()
-        return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
-
-    def _not_updated(self, tensors: list[Any]) -> list[Any]:
-        """Return the tensors that no update which has run may have written."""
-        if not tensors:
-            return []
-        updated = {id(t) for record in self.updates for t in record.state()}
-        return [t for t in tensors if id(t) not in updated]
-
-    def _goes_on(self) -> bool | None:
-        """Return whether the body goes on after its first update, see `Facts`."""
-        transaction = self.transaction
-        if transaction.stock or transaction.learned.goes_on or not self.updates:
-            return False if transaction.stock else transaction.learned.goes_on
-        further = len(self.updates) > 1 or self.updates[0].evaluates or self._watch.found
-        return further or not self._knows_loss or self._writes_after()
-
-    def _writes_after(self) -> bool:
-        """Whether something that is judged was written after the last update."""
-        parts, after = self.transaction.parts, self._versions_after
-        written = [t for t, version in after.values() if t._version != version]
-        written += [e.tensor for key, e in self.log.kept.items() if key not in after]
-        unjudged = parts.judged_elsewhere - parts.updated
-        return any(id(t) not in unjudged and reductions.is_inexact(t) for t in written)
 
     def _commit(self, verdict: Verdict, learned: Facts) -> tuple[Verdict, Facts]:
         """Read the updated state, unless the verdict has, now or with the next step."""

@@ -71,6 +71,7 @@ class Intercept:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
         body: a step to compile, as Keras does with `jit_compile=True`; `None` if it runs eagerly.
+        calls_compute_loss: whether the step is known to call `compute_loss`.
 
     Attributes:
         body: the compiled step, or `None`.
@@ -82,13 +83,18 @@ class Intercept:
     _on_update: Callable[[Update], None]
 
     def __init__(
-        self, model: Any, optimizers: Iterable[Any], body: Callable[..., Any] | None = None
+        self,
+        model: Any,
+        optimizers: Iterable[Any],
+        body: Callable[..., Any] | None = None,
+        calls_compute_loss: bool = False,
     ):
         self.model = model
+        self._notes_roots = body is None and not calls_compute_loss
         self.body = None if body is None else torch.compile(body)
         optimizers = list(optimizers)
         self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
-        scaled = filter(keras_optimizers.is_loss_scaled, optimizers if body is None else ())
+        scaled = filter(keras_optimizers.is_loss_scaled, optimizers if self._notes_roots else ())
         self._replacements += [(o, "scale_loss", self._scaling(o.scale_loss)) for o in scaled]
         if hasattr(model, "compute_loss"):
             self._replacements.append((model, "compute_loss", self._noting(model.compute_loss)))
@@ -104,7 +110,7 @@ class Intercept:
                 overrides = stack.enter_context(Overrides())
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
-                if self.body is None:
+                if self._notes_roots:
                     ROOTS.enter(self)
                     stack.callback(ROOTS.leave, self)
                 yield self

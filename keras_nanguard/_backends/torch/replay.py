@@ -281,10 +281,10 @@ class Replay(interface.Replay):
         watch = Watch()
 
         def on_update(record: Update) -> None:
-            if immediate or record.evaluates:
-                with watch.paused():
-                    record.run()
             watch.begin()
+            if immediate or record.evaluates:
+                with watch.during(record):
+                    record.run()
 
         with contextlib.ExitStack() as stack:
             _WITHOUT_ERROR.enter(watch)

@@ -158,7 +158,7 @@ class Transaction(interface.Transaction):
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers
         if not self.jit or self.is_fresh:
-            return Intercept(self.model, optimizers)
+            return Intercept(self.model, optimizers, calls_compute_loss=self.stock)
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.torch.modules import local, tensors_in
 from keras_nanguard._backends.torch.undo_log import WRITES
+from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
 
 
@@ -58,9 +59,9 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             stack.enter_context(self)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not watch inside of this context."""
-        self._is_paused = True
+    def during(self, update: Update) -> Iterator[None]:
+        """Do not watch an update inside of this context, unless it calls the user's code."""
+        self._is_paused = not update.has_hooks
         try:
             yield
         finally:

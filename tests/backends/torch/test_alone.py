@@ -18,8 +18,8 @@ from support.torch_steps import (
     network,
     same,
     state,
-    updated,
     twice,
+    updated,
 )
 
 from keras_nanguard import NanGuard

@@ -94,3 +94,12 @@ def test_generators_of_a_device(monkeypatch):
         for restore in generator_restorers():
             restore()
         assert given == [("state of 1", 1)] * started
+
+
+def test_a_dtype_without_bits_is_given_back():
+    """Torch does not count a write through `.data`, and no integer dtype has 16 bytes."""
+    tensor = torch.ones(2, dtype=torch.complex128)
+    log = UndoLog([tensor])
+    tensor.data.mul_(2.0)
+    log.give_back()
+    assert torch.equal(tensor, torch.ones(2, dtype=torch.complex128))

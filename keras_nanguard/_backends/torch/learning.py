@@ -1,0 +1,138 @@
+"""What a step on PyTorch shows about its body, for later steps.
+
+An eager body cannot be inspected before it runs. So each step shows which tensors it writes past
+Keras, by the version that torch counts for each tensor, and what it does after its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.judging import Facts, Judged, Parts
+from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.updates import Update
+
+
+class Lesson:
+    """What one step shows. Created before it runs.
+
+    Args:
+        transaction: the `Transaction`, with what earlier steps have shown.
+        log: the undo log of the step.
+        is_compiled: whether the body is compiled.
+        gradients: `(tensor, its gradient)` that the step finds.
+    """
+
+    def __init__(
+        self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]
+    ):
+        self._before: Facts = transaction.learned
+        self._parts: Parts = transaction.parts
+        self._stock, self._jit = transaction.stock, transaction.jit
+        self._is_fresh = transaction.is_fresh
+        self._several = transaction.agreement.count > 1
+        self._log, self._is_compiled, self._gradients = log, is_compiled, gradients
+        watched = self._parts.small_state if self._stock else self._parts.all
+        self._versions = [(t, t._version) for t in watched]
+        self._versions_after: dict[int, tuple[Any, int]] = {}
+        self._by_hand: tuple[list[Any], list[Any]] = [], []
+        self._knows_loss = False
+
+    def before_update(self, knows_loss: bool) -> None:
+        """Note what the body has written before its first update; `knows_loss`: whether it has
+        shown its loss.
+        """
+        if not self._stock:
+            self._knows_loss = knows_loss
+            self._by_hand = self._written(), self._written_uncounted()
+
+    def after_update(self) -> None:
+        """Note the state after an update."""
+        if not (self._stock or self._before.goes_on):
+            tensors = [tensor for tensor, _ in self._versions]
+            tensors += [kept.tensor for kept in self._log.kept.values()]
+            self._versions_after = {id(t): (t, t._version) for t in tensors}
+
+    def facts(self, judged: Judged, updates: Sequence[Update], found: bool) -> Facts:
+        """Return what this step and those before it have shown, at its end.
+
+        Args:
+            judged: the verdict.
+            updates: the updates that have run.
+            found: whether an optimizer has updated that only the body knows.
+        """
+        before, log = self._before, self._log
+        by_hand, uncounted = self._by_hand
+        by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
+        uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
+        adds = before.adds_to_gradients
+        if self._gradients:
+            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
+        goes_on = self._goes_on(updates, found)
+        return Facts(
+            untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
+            tolerated=before.tolerated | judged.constants,
+            keeps_undo=judged.keeps_undo if self._several else goes_on is not False,
+            steps=before.steps + 1,
+            stale=bool(log.created),
+            goes_on=goes_on,
+            adds_to_gradients=adds,
+            uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
+        )
+
+    def _written(self) -> list[Any]:
+        """Return the tensors of the train state that were written past Keras so far."""
+        changed = [t for t, version in self._versions if t._version != version]
+        if not changed:
+            return []
+        kept = self._log.kept.items()
+        by_keras = {k for k, entry in kept if self._is_compiled or entry.writer is not None}
+        return [t for t in changed if id(t) not in by_keras]
+
+    def _written_uncounted(self) -> list[Any]:
+        """Return those whose value differs although torch has counted no write of them. Only the
+        first steps read this.
+        """
+        if not self._is_fresh:
+            return []
+        kept = [self._log.kept.get(id(tensor)) for tensor, _ in self._versions]
+        unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
+        return [entry.tensor for entry in unwritten if entry.differs]
+
+    def _assigned(self) -> list[Any]:
+        """Return what the eager step assigns to before it is compiled: a compiled one does not show
+        it.
+        """
+        if not self._jit or self._is_compiled:
+            return []
+        parts, kept = self._parts, self._log.kept.items()
+        listed = set(map(id, parts.all if self._stock else parts.small_state))
+        return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
+
+    def _goes_on(self, updates: Sequence[Update], found: bool) -> bool | None:
+        """Return whether the body goes on after its first update, see `Facts`."""
+        if self._stock:
+            return False
+        if self._before.goes_on or not updates:
+            return self._before.goes_on
+        has_more = len(updates) > 1 or updates[0].evaluates or found
+        return has_more or not self._knows_loss or self._writes_after()
+
+    def _writes_after(self) -> bool:
+        """Whether something that is judged was written after the last update."""
+        parts, after = self._parts, self._versions_after
+        written = [t for t, version in after.values() if t._version != version]
+        written += [e.tensor for key, e in self._log.kept.items() if key not in after]
+        unjudged = parts.judged_elsewhere - parts.updated
+        return any(id(t) not in unjudged and reductions.is_inexact(t) for t in written)
+
+
+def _not_updated(tensors: list[Any], updates: Iterable[Update]) -> list[Any]:
+    """Return the tensors that none of these updates may have written."""
+    if not tensors:
+        return []
+    updated = {id(t) for update in updates for t in update.state()}
+    return [t for t in tensors if id(t) not in updated]

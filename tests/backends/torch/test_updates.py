@@ -1,0 +1,187 @@
+"""Updates of a loop run where the step calls them; a bad step is not updated, or is undone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from keras_nanguard import NanGuard
+
+STEPS, BAD = 12, (5, 6, 9)
+BATCHES = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def loss_of(net, batch):
+    return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+
+
+def poisoned():
+    batches = BATCHES.clone()
+    batches[list(BAD)] = math.nan
+    return batches
+
+
+def watched(net, optimizers, step, batches):
+    """Run a step on each batch; return the guard and what the steps have returned."""
+    with (guard := NanGuard(verbose=0)).watch(net, *optimizers):
+        run_step = guard.step(step)
+        return guard, [run_step(batch) for batch in batches]
+
+
+def compared(make, bad=BAD):
+    """Compare a watched run with the plain one without its bad batches, bit for bit; `make()`
+    returns a network, its optimizers, a step, and further tensors. Return both lists of results.
+    """
+    net, optimizers, step, more = make()
+    guard, results = watched(net, optimizers, step, poisoned() if bad else BATCHES)
+    assert [incident.step for incident in guard.incidents] == list(bad)
+    plain, _, plain_step, plain_more = make()
+    expected = [plain_step(b) for i, b in enumerate(BATCHES) if i not in bad]
+    ends = [*net.parameters(), *more], [*plain.parameters(), *plain_more]
+    assert all(map(torch.equal, *ends))
+    return results, expected
+
+
+class Counting(torch.optim.SGD):
+    """Counts its updates in an attribute and in each group of parameters."""
+
+    updates = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.updates += 1
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
+
+
+def counting():
+    net = network()
+    optimizer = Counting(net.parameters(), 0.01, momentum=0.9)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+        return optimizer.updates, optimizer.param_groups[0]["updates"], len(optimizer.state)
+
+    return net, [optimizer], step, []
+
+
+@pytest.mark.parametrize("bad", [(), BAD])
+def test_a_step_reads_what_its_update_has_changed(bad):
+    """In plain Python: counts and the number of slots, which no operation of torch shows."""
+    results, expected = compared(counting, bad)
+    assert [r for i, r in enumerate(results) if i not in bad] == expected
+
+
+def pair(first=0, hook=""):
+    """Two networks, of which only the second one has bad batches; from the step `first` on it is
+    trained, too. A hook of the first optimizer averages the first network.
+    """
+
+    def make():
+        net, other, done = network(), network(1), torch.zeros(())
+        optimizers = [torch.optim.Adam(n.parameters(), 0.01) for n in (net, other)]
+        mean = [p.detach().clone() for p in net.parameters()]
+
+        def write(*_):
+            with torch.no_grad():
+                for value, p in zip(mean, net.parameters()):
+                    value.lerp_(p, 0.1)
+
+        if hook:
+            getattr(optimizers[0], f"register_step_{hook}_hook")(write)
+
+        def update(trained, optimizer, batch):
+            optimizer.zero_grad()
+            loss_of(trained, batch).backward()
+            optimizer.step()
+
+        def step(batch):
+            update(net, optimizers[0], batch.nan_to_num())
+            if done >= first:
+                update(other, optimizers[1], batch)
+            done.add_(1.0)
+
+        return torch.nn.ModuleList([net, other]), optimizers, step, [*mean, done]
+
+    return make
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_first_update_is_undone_if_the_second_one_is_bad(first):
+    """Also if there is a second update only from a later step on."""
+    compared(pair(first))
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_what_a_hook_of_an_optimizer_writes(kind):
+    """It does so in an update that is undone, because a second one is bad."""
+    compared(pair(hook=kind))
+
+
+@pytest.mark.parametrize("returned", ["nothing", "the loss", "a number", "a metric"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_loss_with_finite_gradients(returned, value):
+    """The loss is what the step differentiates, whatever it returns."""
+
+    def make():
+        net = network()
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+        def step(batch):
+            finite = batch.nan_to_num()
+            optimizer.zero_grad()
+            loss = loss_of(net, finite) + (0.0 if batch.isfinite().all() else value)
+            loss.backward()
+            optimizer.step()
+            results = {"the loss": loss, "a number": loss.item(), "a metric": torch.tensor(math.nan)}
+            return results.get(returned)
+
+        return net, [optimizer], step, []
+
+    compared(make)
+
+
+@pytest.mark.parametrize("way", ["backward", "function", "grad", "scaled", "two losses"])
+def test_the_losses_of_a_loop(way):
+    """The loss of each step is the one that the formula gives, without the scale of a
+    `GradScaler`, and it is known if the step returns nothing.
+    """
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        if way == "backward":
+            loss.backward()
+        elif way == "function":
+            torch.autograd.backward(tensors=[loss])
+        elif way == "grad":
+            for p, grad in zip(net.parameters(), torch.autograd.grad(outputs=loss, inputs=list(net.parameters()))):
+                p.grad = grad
+        elif way == "two losses":
+            (0.25 * loss).backward(retain_graph=True)
+            (0.75 * loss).backward()
+        if way == "scaled":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+
+    with (guard := NanGuard(verbose=0)).watch(net, optimizer):
+        run_step = guard.step(step)
+        for batch in BATCHES[:5]:
+            run_step(batch)
+            assert guard.session.run.access.transaction.verdict.loss == pytest.approx(loss_of(net, batch).item())
+    assert guard.incidents == []
