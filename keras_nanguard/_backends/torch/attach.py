@@ -10,15 +10,12 @@ import keras
 
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.intercept import ROOTS, is_numeric
+from keras_nanguard._backends.torch.intercept import is_numeric
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
-
-OVERRIDES = (WRITES, ROOTS)
-"""Overrides of classes and functions of torch that every step enters."""
 
 
 class ModelAttachment(attach.Attachment):
@@ -30,8 +27,7 @@ class ModelAttachment(attach.Attachment):
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
         super().attach(in_use)
-        for overrides in OVERRIDES:
-            overrides.hold()
+        WRITES.hold()
 
         def test_step(data: Any) -> Any:
             try:
@@ -48,8 +44,7 @@ class ModelAttachment(attach.Attachment):
 
     def detach(self) -> None:
         if self.state == "attached":
-            for overrides in OVERRIDES:
-                overrides.release()
+            WRITES.release()
         super().detach()
 
     def _build(self) -> None:
@@ -112,11 +107,11 @@ class LoopStep(attach.LoopStep):
     @staticmethod
     @contextlib.contextmanager
     def watching() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for overrides in OVERRIDES:
-                overrides.hold()
-                stack.callback(overrides.release)
+        WRITES.hold()
+        try:
             yield
+        finally:
+            WRITES.release()
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

@@ -95,19 +95,22 @@ class StepRun:
         exception about a bad number, the verdict, what the steps have shown, and the report of a
         bad one.
         """
-        refuses = self.transaction.refuses
         outputs, raised = self._run_body()
+        goes_on = self._lesson.goes_on(self.updates, self.seen.noted, self._watch.found)
         judged = self.judged or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._lesson.facts(judged, self.updates, self._watch.found)
+        elif self._decides_alone and not self._can_be_undone and (raised or goes_on):
+            judged = self._judge(outputs, raised, alone=True)  # it went on for the first time
+        learned = self._lesson.facts(judged, self.updates, goes_on)
+        is_refused = judged.decision is Decision.REFUSE and self._can_be_undone
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                reports.append(self._report(judged))
-        if judged.decision is Decision.REFUSE and refuses:
+                reports.append(self._report(judged, is_refused))
+        if is_refused:
             return outputs, self._refuse(judged.verdict), learned, reports
-        return outputs, *self._commit(judged.verdict, learned), reports
+        return outputs, *self._commit(judged, learned), reports
 
     def release(self) -> None:
         """Release all tensors, so that an exception that refers to this run does not keep them."""
@@ -130,7 +133,7 @@ class StepRun:
                 stack.enter_context(self.seen.running(self._on_update))
                 return body(*self.args), False
         except Exception as error:
-            if self._can_be_undone and is_numeric(error):
+            if (self._can_be_undone or self._decides_alone) and is_numeric(error):
                 return None, True
             if self._can_be_undone:
                 self.log.give_back()
@@ -145,7 +148,7 @@ class StepRun:
         """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
         if not self.updates:
-            self._lesson.before_update(knows_loss=bool(self.seen.losses))
+            self._lesson.before_update(self.seen.noted)
         if record.evaluates and self.judged is None:
             self.keeps_undo = self.transaction.may_undo_update
         if self.transaction.refuses and not self.keeps_undo:
@@ -159,7 +162,7 @@ class StepRun:
         """Compute the verdict on what the body has done until its update."""
         if self.judged is None:
             self.judged = self._judge(None, raised=False)
-        elif self.judged.decision is not Decision.REFUSE:  # a further update, for the first time
+        elif self.judged.decision is Decision.COMMIT and self._decides_alone:  # a further update
             self.judged = self._judge(None, raised=False, alone=True)
         self.keeps_undo = self.judged.decision is Decision.CHECK
 
@@ -169,15 +172,23 @@ class StepRun:
             self.log.keep_updated(record.optimizer, record.state())
         if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
             self._watch.begin()
+        self.updates.append(record)
         with self._watch.during(record):
             self._created += record.run()
-        self.updates.append(record)
         self._lesson.after_update()
 
     @property
     def _can_be_undone(self) -> bool:
         """Whether the step may still be refused: everything that it has written is kept."""
-        return self.transaction.refuses and (self.keeps_undo or not self.updates)
+        return bool(self.transaction.refuses and (self.keeps_undo or not self.updates))
+
+    @property
+    def _decides_alone(self) -> bool:
+        """Whether this process may find a step bad after its update. It is then not refused: the
+        policy decides. Several processes find what it has left with the next verdict.
+        """
+        transaction = self.transaction
+        return bool(transaction.refuses and transaction.agreement.count == 1)
 
     # After the body
 
@@ -190,13 +201,13 @@ class StepRun:
         agreement = None if alone else transaction.agreement
         return judge(ran, transaction.parts, transaction.learned, agreement)
 
-    def _commit(self, verdict: Verdict, learned: Facts) -> tuple[Verdict, Facts]:
+    def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
         """Read the updated state, unless the verdict has, now or with the next step."""
-        transaction = self.transaction
+        transaction, verdict = self.transaction, judged.verdict
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()
         unseen |= learned.uncounted.keys() - transaction.learned.uncounted.keys()
-        is_read = self.keeps_undo
+        is_read = judged is not self.judged
         for created in self._created:
             transaction.run.note_created(*created)
         if self._created:
@@ -221,11 +232,11 @@ class StepRun:
             counter.assign(after[1])
         return verdict._replace(refused=True)
 
-    def _report(self, judged: Judged) -> Report:
+    def _report(self, judged: Judged, is_refused: bool) -> Report:
         """Return the report of a bad step of this process. No argument is copied."""
         places = judged.places(self.transaction.parts)
         return Report(
-            judged.own._replace(refused=self.transaction.refuses),
+            judged.own._replace(refused=is_refused),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
             as_tensors(self.args),

@@ -50,7 +50,7 @@ PACKAGE = os.path.dirname(torch.__file__) + os.sep
 RAISE = dis.opmap["RAISE_VARARGS"]
 """The instruction of a `raise` statement."""
 
-SOURCES = ("compute_loss", "scale", "backward", "grad")
+SOURCES = ("compute_loss", "scale", "backward")
 """Functions whose values are the losses of a step: of the first one that the step calls. Those of
 the others are these losses once more, scaled, or parts of them.
 """
@@ -71,11 +71,12 @@ class Intercept:
         model: the model whose `compute_loss` is recorded, or `None`.
         optimizers: the intercepted optimizers.
         body: a step to compile, as Keras does with `jit_compile=True`; `None` if it runs eagerly.
-        calls_compute_loss: whether the step is known to call `compute_loss`.
+        roots: whether to note the losses of an eager step that does not call `compute_loss`.
 
     Attributes:
         body: the compiled step, or `None`.
         records: the calls of the optimizers, in order.
+        noted: how many losses were noted.
     """
 
     records: list[Update]
@@ -87,10 +88,10 @@ class Intercept:
         model: Any,
         optimizers: Iterable[Any],
         body: Callable[..., Any] | None = None,
-        calls_compute_loss: bool = False,
+        roots: bool = True,
     ):
         self.model = model
-        self._notes_roots = body is None and not calls_compute_loss
+        self._notes_roots = roots and body is None
         self.body = None if body is None else torch.compile(body)
         optimizers = list(optimizers)
         self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
@@ -119,7 +120,7 @@ class Intercept:
 
     def release(self) -> None:
         """Release what the last step has recorded."""
-        self.records, self._losses = [], {name: [] for name in SOURCES}
+        self.records, self._losses, self.noted = [], {name: [] for name in SOURCES}, 0
         self._predictions: list[Any] = []
 
     @property
@@ -129,8 +130,10 @@ class Intercept:
 
     def note_losses(self, source: str, values: Any) -> None:
         """Note those of these values that are scalars, each of which counts as a loss."""
-        scalars = [t for t in tensors_in([values]) if t.numel() == 1 and is_inexact(t)]
-        self._losses[source].extend(scalars)
+        for tensor in tensors_in([values]):
+            if tensor.numel() == 1 and is_inexact(tensor):
+                self._losses[source].append(tensor.detach())
+                self.noted += 1
 
     @property
     def outputs(self) -> list[tuple[str, Any]]:
@@ -184,6 +187,7 @@ class Intercept:
                 is_tensor = isinstance(loss, torch.Tensor)
                 loss = loss if is_tensor else keras.ops.convert_to_tensor(loss)
                 self._losses["compute_loss"].append(loss)
+                self.noted += 1
                 self._predictions.append(predicted(args, kwargs))
 
         note = self._excluded(note)
@@ -198,39 +202,40 @@ class Intercept:
     def _take(self, record: Update) -> None:
         if not record.evaluates:
             self.records.append(record)
+            self._on_update(record)
+            return
+        noted = {name: list(losses) for name, losses in self._losses.items()}
         self._on_update(record)
-        if record.evaluates:  # its gradients are known only now
-            self.records.append(record)
+        self.records.append(record)  # its gradients are known only now
+        if isinstance(record.result, torch.Tensor):  # not the losses of its line search
+            self._losses = noted
+            self.note_losses("backward", record.result)
 
 
-def _noting_roots(source: str) -> Callable[..., Any]:
-    """Return a replacement of a function that starts a backward pass."""
-
-    def start(
-        real: Callable[..., Any], inside: Sequence[Intercept], *args: Any, **kwargs: Any
-    ) -> Any:
-        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+def _backward(
+    real: Callable[..., Any], inside: Sequence[Intercept], tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if torch._C._current_graph_task_id() == -1:  # not a part of another one, as in checkpointing
         for seen in inside:
-            seen.note_losses(source, roots)
-        return real(*args, **kwargs)
-
-    return start
+            seen.note_losses("backward", tensors)
+    return real(tensors, *args, **kwargs)
 
 
-def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, losses: Any) -> Any:
+def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, outputs: Any) -> Any:
     for seen in inside:
-        seen.note_losses("scale", losses)
-    return real(scaler, losses)
+        seen.note_losses("scale", outputs)
+    return real(scaler, outputs)
 
 
 def _scalers() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
     yield torch.amp.GradScaler, {"scale": _scale}
 
 
-ROOTS = ThreadOverrides(  # `Tensor.backward` calls `torch.autograd.backward`
-    torch.autograd, {name: _noting_roots(name) for name in ("backward", "grad")}, _scalers
-)
-"""The override through which an eager step shows which losses it differentiates."""
+ROOTS = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)
+"""The override through which an eager step shows which losses it differentiates: `Tensor.backward`
+calls `torch.autograd.backward`. `torch.autograd.grad` is not overridden, because functions that
+torch compiles or transforms (`torch.func`) call it.
+"""
 
 
 def is_numeric(error: BaseException) -> bool:

@@ -47,8 +47,10 @@ class Facts(Learned):
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
         goes_on: whether the body goes on after its first update in a way that can make the step
-            bad: with another update, with a statistic, or because its loss is known at its end
-            only. `None` until a step has updated.
+            bad: with another update, loss or statistic, or because its loss is known at its end
+            only; or in a way in which it must not wait for other processes before. `None` until all
+            optimizers have updated.
+        updated_by: the `id` of the optimizers that have updated.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
             kept before each step; `None` until a step has begun with gradients.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
@@ -58,6 +60,7 @@ class Facts(Learned):
     steps: int = 0
     stale: bool = True
     goes_on: bool | None = None
+    updated_by: frozenset[int] = frozenset()
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     adds_to_gradients: bool | None = None
     uncounted: Mapping[int, Any] = field(default_factory=dict)

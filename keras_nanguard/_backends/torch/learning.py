@@ -15,6 +15,9 @@ from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 
+PATIENCE = 100
+"""Steps after which an optimizer that has not updated counts as one that never does."""
+
 
 class Lesson:
     """What one step shows. Created before it runs.
@@ -39,14 +42,14 @@ class Lesson:
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
         self._by_hand: tuple[list[Any], list[Any]] = [], []
-        self._knows_loss = False
+        self._losses = 0
 
-    def before_update(self, knows_loss: bool) -> None:
-        """Note what the body has written before its first update; `knows_loss`: whether it has
-        shown its loss.
+    def before_update(self, losses: int) -> None:
+        """Note what the body has written before its first update, and the number of its losses so
+        far.
         """
         if not self._stock:
-            self._knows_loss = knows_loss
+            self._losses = losses
             self._by_hand = self._written(), self._written_uncounted()
 
     def after_update(self) -> None:
@@ -56,13 +59,35 @@ class Lesson:
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def facts(self, judged: Judged, updates: Sequence[Update], found: bool) -> Facts:
+    def goes_on(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
+        """Return whether the body goes on after its first update, see `Facts`.
+
+        Args:
+            updates: the updates that have run.
+            losses: the number of losses of the whole step.
+            found: what `Watch` has found.
+        """
+        if self._stock:
+            return False
+        if self._before.goes_on or not updates:
+            return self._before.goes_on
+        has_more = len(updates) > 1 or updates[0].evaluates or found
+        if has_more or losses > self._losses or not losses or self._writes_after():
+            return True
+        known = {id(optimizer) for optimizer in self._parts.train_state.optimizers}
+        has_seen_all = known <= self._updated_by(updates) or self._before.steps >= PATIENCE
+        return False if has_seen_all else None
+
+    def _updated_by(self, updates: Sequence[Update]) -> frozenset[int]:
+        return self._before.updated_by | {id(update.optimizer) for update in updates}
+
+    def facts(self, judged: Judged, updates: Sequence[Update], goes_on: bool | None) -> Facts:
         """Return what this step and those before it have shown, at its end.
 
         Args:
             judged: the verdict.
             updates: the updates that have run.
-            found: whether an optimizer has updated that only the body knows.
+            goes_on: whether the body goes on.
         """
         before, log = self._before, self._log
         by_hand, uncounted = self._by_hand
@@ -71,7 +96,6 @@ class Lesson:
         adds = before.adds_to_gradients
         if self._gradients:
             adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        goes_on = self._goes_on(updates, found)
         return Facts(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
@@ -79,6 +103,7 @@ class Lesson:
             steps=before.steps + 1,
             stale=bool(log.created),
             goes_on=goes_on,
+            updated_by=self._updated_by(updates),
             adds_to_gradients=adds,
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
@@ -112,22 +137,18 @@ class Lesson:
         listed = set(map(id, parts.all if self._stock else parts.small_state))
         return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
-    def _goes_on(self, updates: Sequence[Update], found: bool) -> bool | None:
-        """Return whether the body goes on after its first update, see `Facts`."""
-        if self._stock:
-            return False
-        if self._before.goes_on or not updates:
-            return self._before.goes_on
-        has_more = len(updates) > 1 or updates[0].evaluates or found
-        return has_more or not self._knows_loss or self._writes_after()
-
     def _writes_after(self) -> bool:
         """Whether something that is judged was written after the last update."""
         parts, after = self._parts, self._versions_after
         written = [t for t, version in after.values() if t._version != version]
         written += [e.tensor for key, e in self._log.kept.items() if key not in after]
         unjudged = parts.judged_elsewhere - parts.updated
-        return any(id(t) not in unjudged and reductions.is_inexact(t) for t in written)
+        # Of batch normalization torch counts only the writes of its integer buffer.
+        buffers = set(map(id, parts.unlisted))
+        return any(
+            id(t) not in unjudged and (reductions.is_inexact(t) or id(t) in buffers)
+            for t in written
+        )
 
 
 def _not_updated(tensors: list[Any], updates: Iterable[Update]) -> list[Any]:

@@ -39,18 +39,11 @@ from keras_nanguard._backends.torch.modules import (
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import UndoLog, storage
 from keras_nanguard._backends.torch.updates import Update
-from keras_nanguard._backends.torch.watch import Watch, written_by
+from keras_nanguard._backends.torch.watch import COMMUNICATING, Watch, written_by
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.attributes import give_back_tensors
 from keras_nanguard._keras.overrides import ThreadOverrides
-
-NAMESPACES = (
-    *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
-    *("symm_mem", "_dtensor"),
-)
-"""Namespaces in which torch registers operations that communicate."""
-
 
 UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is uninitialized memory."""
@@ -70,7 +63,7 @@ class _Local(TorchDispatchMode):  # type: ignore[misc]
         _UNWRAPPED.leave(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in NAMESPACES:
+        if func.namespace in COMMUNICATING:
             raise RuntimeError(
                 f"the step communicates with other processes ({func.overloadpacket}), so one alone"
                 " cannot replay it"

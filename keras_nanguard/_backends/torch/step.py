@@ -158,14 +158,17 @@ class Transaction(interface.Transaction):
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers
         if not self.jit or self.is_fresh:
-            return Intercept(self.model, optimizers, calls_compute_loss=self.stock)
+            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Facts):
             steps = min(other.learned.steps, 1)
-            self.learned = replace(other.learned, steps=steps, stale=True)
+            goes_on = other.learned.goes_on or None  # perhaps of another function
+            self.learned = replace(
+                other.learned, steps=steps, stale=True, goes_on=goes_on, keeps_undo=True
+            )
 
     def batch(self, given: Given) -> Any:
         return as_tensors(given) if given.is_unchanged else None

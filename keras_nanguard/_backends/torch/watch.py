@@ -20,6 +20,12 @@ from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
 
+COMMUNICATING = (
+    *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),
+    *("symm_mem", "_dtensor"),
+)
+"""Namespaces in which torch registers operations that communicate."""
+
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes in place: tensors, and lists of them."""
@@ -36,7 +42,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Keeps each tensor that the code of a step writes in place, in the undo logs of this thread.
 
     Attributes:
-        found: whether a Keras optimizer has updated that only the body knows.
+        found: whether a Keras optimizer has updated that only the body knows, or the step has
+            communicated with other processes.
     """
 
     def __init__(self) -> None:
@@ -75,6 +82,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.found = self.found or func.namespace in COMMUNICATING
         # Gradients that a backward pass adds up are not kept.
         if not self._is_paused and torch._C._current_graph_task_id() == -1:
             for tensor in map(local, tensors_in(written_by(func, args, kwargs))):

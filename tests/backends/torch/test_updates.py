@@ -150,7 +150,7 @@ def test_a_bad_loss_with_finite_gradients(returned, value):
     compared(make)
 
 
-@pytest.mark.parametrize("way", ["backward", "function", "grad", "scaled", "two losses"])
+@pytest.mark.parametrize("way", ["backward", "function", "scaled", "two losses"])
 def test_the_losses_of_a_loop(way):
     """The loss of each step is the one that the formula gives, without the scale of a
     `GradScaler`, and it is known if the step returns nothing.
@@ -166,9 +166,6 @@ def test_the_losses_of_a_loop(way):
             loss.backward()
         elif way == "function":
             torch.autograd.backward(tensors=[loss])
-        elif way == "grad":
-            for p, grad in zip(net.parameters(), torch.autograd.grad(outputs=loss, inputs=list(net.parameters()))):
-                p.grad = grad
         elif way == "two losses":
             (0.25 * loss).backward(retain_graph=True)
             (0.75 * loss).backward()
