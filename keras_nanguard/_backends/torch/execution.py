@@ -100,15 +100,12 @@ class StepRun:
         judged = self.judged or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        elif self._decides_alone and not self._can_be_undone and (raised or goes_on):
-            judged = self._judge(outputs, raised, alone=True)  # it went on for the first time
         learned = self._lesson.facts(judged, self.updates, goes_on)
-        is_refused = judged.decision is Decision.REFUSE and self._can_be_undone
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                reports.append(self._report(judged, is_refused))
-        if is_refused:
+                reports.append(self._report(judged))
+        if judged.decision is Decision.REFUSE and self.transaction.refuses:
             return outputs, self._refuse(judged.verdict), learned, reports
         return outputs, *self._commit(judged, learned), reports
 
@@ -133,7 +130,7 @@ class StepRun:
                 stack.enter_context(self.seen.running(self._on_update))
                 return body(*self.args), False
         except Exception as error:
-            if (self._can_be_undone or self._decides_alone) and is_numeric(error):
+            if self._can_be_undone and is_numeric(error):
                 return None, True
             if self._can_be_undone:
                 self.log.give_back()
@@ -151,20 +148,13 @@ class StepRun:
             self._lesson.before_update(self.seen.noted)
         if record.evaluates and self.judged is None:
             self.keeps_undo = self.transaction.may_undo_update
-        if self.transaction.refuses and not self.keeps_undo:
-            self._judge_update()
+        if self.transaction.refuses and not self.keeps_undo and self.judged is None:
+            self.judged = self._judge(None, raised=False)
+            self.keeps_undo = self.judged.decision is Decision.CHECK
         if self.judged is None or self.judged.decision is not Decision.REFUSE:
             self._update(record)
         else:
             self._watch.begin()  # the body may go on
-
-    def _judge_update(self) -> None:
-        """Compute the verdict on what the body has done until its update."""
-        if self.judged is None:
-            self.judged = self._judge(None, raised=False)
-        elif self.judged.decision is Decision.COMMIT and self._decides_alone:  # a further update
-            self.judged = self._judge(None, raised=False, alone=True)
-        self.keeps_undo = self.judged.decision is Decision.CHECK
 
     def _update(self, record: Update) -> None:
         """Run an update."""
@@ -182,24 +172,15 @@ class StepRun:
         """Whether the step may still be refused: everything that it has written is kept."""
         return bool(self.transaction.refuses and (self.keeps_undo or not self.updates))
 
-    @property
-    def _decides_alone(self) -> bool:
-        """Whether this process may find a step bad after its update. It is then not refused: the
-        policy decides. Several processes find what it has left with the next verdict.
-        """
-        transaction = self.transaction
-        return bool(transaction.refuses and transaction.agreement.count == 1)
-
     # After the body
 
-    def _judge(self, outputs: Any, raised: bool, alone: bool = False) -> Judged:
+    def _judge(self, outputs: Any, raised: bool) -> Judged:
         transaction, seen = self.transaction, self.seen
         if self.log.created:
             transaction.read_parts()
         losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
         ran = Ran(seen, self.log, losses, raised, bool(self.updates))
-        agreement = None if alone else transaction.agreement
-        return judge(ran, transaction.parts, transaction.learned, agreement)
+        return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
 
     def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
         """Read the updated state, unless the verdict has, now or with the next step."""
@@ -232,11 +213,11 @@ class StepRun:
             counter.assign(after[1])
         return verdict._replace(refused=True)
 
-    def _report(self, judged: Judged, is_refused: bool) -> Report:
+    def _report(self, judged: Judged) -> Report:
         """Return the report of a bad step of this process. No argument is copied."""
         places = judged.places(self.transaction.parts)
         return Report(
-            judged.own._replace(refused=is_refused),
+            judged.own._replace(refused=self.transaction.refuses),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
             as_tensors(self.args),

@@ -226,14 +226,14 @@ class Judged:
         ]
 
 
-def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement | None) -> Judged:
+def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. The only place where the host waits for the device.
 
     Args:
         ran: what its body has done.
         parts: the train state.
         learned: what earlier steps have shown.
-        agreement: the agreement of processes that train together; `None`: decide alone.
+        agreement: the agreement of processes that train together.
     """
     constants, gradients = frozenset[int](), ran.gradients(parts)
     written = {"statistics": ran.statistics(parts, learned.tolerated), **ran.state(parts)}
@@ -262,7 +262,7 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement | None) -
     own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
     decision, keeps_undo = _decision(ran, read, own), learned.goes_on is not False
     verdict = own
-    if agreement is not None and agreement.count > 1:
+    if agreement.count > 1:
         decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)
     return Judged(
         ran, decision, keeps_undo, verdict, own, gradients, written, left_by_previous, constants

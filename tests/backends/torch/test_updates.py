@@ -182,3 +182,103 @@ def test_the_losses_of_a_loop(way):
             run_step(batch)
             assert guard.session.run.access.transaction.verdict.loss == pytest.approx(loss_of(net, batch).item())
     assert guard.incidents == []
+
+
+@pytest.mark.parametrize("bad", [(), BAD])
+def test_gradients_of_functions_that_torch_transforms(bad):
+    """Per-sample gradients: `torch.func` differentiates values that exist only inside of it."""
+
+    def make():
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def loss(params, row):
+            return (torch.func.functional_call(net, params, (row,)) - row.nan_to_num().sum()).square().mean()
+
+        def step(batch):
+            of_rows = torch.vmap(torch.func.grad(loss), (None, 0))(dict(net.named_parameters()), batch)
+            for name, p in net.named_parameters():
+                p.grad = of_rows[name].mean(0)
+            optimizer.step()
+
+        return net, [optimizer], step, []
+
+    compared(make, bad)
+
+
+class LineSearch(torch.optim.SGD):
+    """Halves its step until the loss falls; the first steps overflow."""
+
+    def step(self, closure):
+        loss = closure()
+        params = self.param_groups[0]["params"]
+        before, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
+        size = 1e39
+        with torch.no_grad():
+            while size > 1e-6:
+                for p, start, grad in zip(params, before, grads):
+                    p.copy_(start - size * grad)
+                with torch.enable_grad():
+                    now = closure()
+                if now < loss:
+                    break
+                size *= 1e-3
+        return loss
+
+
+def test_trials_of_a_line_search_are_not_its_loss():
+    """They may overflow in a healthy step."""
+    trials = []
+
+    def make():
+        net = network()
+        optimizer = LineSearch(net.parameters(), 0.1)
+
+        def step(batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                trials.append(loss.item())
+                return loss
+
+            return optimizer.step(closure)
+
+        return net, [optimizer], step, []
+
+    compared(make, ())
+    assert not all(map(math.isfinite, trials))
+
+
+def normalized():
+    """A module whose statistics are updated once more, on the batch, after the update."""
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), network())
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss_of(net, batch.nan_to_num()).backward()
+        optimizer.step()
+        net(batch)
+
+    return net, [optimizer], step, list(net.buffers())
+
+
+def unknown():
+    """A second network whose optimizer the guard does not know."""
+    net, other = network(), network(1)
+    optimizer, hidden = (torch.optim.Adam(n.parameters(), 0.01) for n in (net, other))
+
+    def step(batch):
+        for trained, updates, data in ((net, optimizer, batch.nan_to_num()), (other, hidden, batch)):
+            updates.zero_grad()
+            loss_of(trained, data).backward()
+            updates.step()
+
+    return torch.nn.ModuleList([net, other]), [optimizer], step, []
+
+
+@pytest.mark.parametrize("make", [normalized, unknown])
+def test_a_step_that_is_bad_after_its_update(make):
+    """Its update is undone."""
+    compared(make)
