@@ -6,7 +6,8 @@ was killed.
 
 Programs: `module` and `own buffers` (`DistributedDataParallel` around a module with BatchNorm, `broadcast_buffers` on and
 off), `keras` (around a Keras model with a Keras optimizer), `accumulate` (two backward passes for each update, the first
-under `no_sync`), `sharded` (`fully_shard`), `reports` (the step sums its loss up over all processes).
+under `no_sync`), `sharded` (`fully_shard`), `reports` (the step sums its loss up over all processes), `conditional` (the
+same, and a process updates only for some of its batches).
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def program(kind):
         if kind == "keras":
             with torch.no_grad():
                 optimizer.apply([v.value.grad for v in net.trainable_variables], net.trainable_variables)
-        else:
+        elif kind != "conditional" or x[0, 0] < 0.5:
             optimizer.step()
-        if kind == "reports":
+        if kind in ("reports", "conditional"):
             distributed.all_reduce(loss.detach())
         return loss
 

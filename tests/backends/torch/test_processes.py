@@ -13,6 +13,8 @@ CASES = (
     "module:without",
     "module:three",
     "module:kill",
+    "conditional:plain",
+    "conditional:healthy",
 )
 """Two processes each."""
 
@@ -31,6 +33,12 @@ def test_a_healthy_run_equals_the_plain_one(found):
     for guarded, plain in zip(found["module:healthy"], found["module:plain"]):
         assert guarded["incidents"] == [] and guarded["weights"] == plain["weights"]
         assert guarded["optimizer"] == plain["optimizer"]
+
+
+def test_a_step_in_which_only_one_process_updates(found):
+    """The others do not wait for its verdict in their update while it waits for their loss."""
+    for guarded, plain in zip(found["conditional:healthy"], found["conditional:plain"]):
+        assert guarded["incidents"] == [] and guarded["weights"] == plain["weights"]
 
 
 def test_a_bad_row_of_one_process(found):
