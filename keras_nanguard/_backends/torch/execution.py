@@ -96,11 +96,10 @@ class StepRun:
         bad one.
         """
         outputs, raised = self._run_body()
-        goes_on = self._lesson.goes_on(self.updates, self.seen.noted, self._watch.found)
         judged = self.judged or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._lesson.facts(judged, self.updates, goes_on)
+        learned = self._lesson.facts(judged, self.updates, self.seen.noted, self._watch.found)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description

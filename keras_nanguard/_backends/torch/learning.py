@@ -59,14 +59,39 @@ class Lesson:
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def goes_on(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
-        """Return whether the body goes on after its first update, see `Facts`.
+    def facts(
+        self, judged: Judged, updates: Sequence[Update], losses: int, found: bool
+    ) -> Facts:
+        """Return what this step and those before it have shown, at its end.
 
         Args:
+            judged: the verdict.
             updates: the updates that have run.
-            losses: the number of losses of the whole step.
+            losses: the number of losses.
             found: what `Watch` has found.
         """
+        before, log = self._before, self._log
+        by_hand, uncounted = self._by_hand
+        by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
+        uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
+        adds = before.adds_to_gradients
+        if self._gradients:
+            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
+        goes_on = self._goes_on(updates, losses, found)
+        return Facts(
+            untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
+            tolerated=before.tolerated | judged.constants,
+            keeps_undo=judged.keeps_undo if self._several else goes_on is not False,
+            steps=before.steps + 1,
+            stale=bool(log.created),
+            goes_on=goes_on,
+            updated_by=self._updated_by(updates),
+            adds_to_gradients=adds,
+            uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
+        )
+
+    def _goes_on(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
+        """Return whether the body goes on after its first update, see `Facts`."""
         if self._stock:
             return False
         if self._before.goes_on or not updates:
@@ -80,33 +105,6 @@ class Lesson:
 
     def _updated_by(self, updates: Sequence[Update]) -> frozenset[int]:
         return self._before.updated_by | {id(update.optimizer) for update in updates}
-
-    def facts(self, judged: Judged, updates: Sequence[Update], goes_on: bool | None) -> Facts:
-        """Return what this step and those before it have shown, at its end.
-
-        Args:
-            judged: the verdict.
-            updates: the updates that have run.
-            goes_on: whether the body goes on.
-        """
-        before, log = self._before, self._log
-        by_hand, uncounted = self._by_hand
-        by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
-        uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
-        adds = before.adds_to_gradients
-        if self._gradients:
-            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        return Facts(
-            untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
-            tolerated=before.tolerated | judged.constants,
-            keeps_undo=judged.keeps_undo if self._several else goes_on is not False,
-            steps=before.steps + 1,
-            stale=bool(log.created),
-            goes_on=goes_on,
-            updated_by=self._updated_by(updates),
-            adds_to_gradients=adds,
-            uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
-        )
 
     def _written(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
