@@ -29,9 +29,7 @@ class Lesson:
         gradients: `(tensor, its gradient)` that the step finds.
     """
 
-    def __init__(
-        self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]
-    ):
+    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]):
         self._before: Facts = transaction.learned
         self._parts: Parts = transaction.parts
         self._stock, self._jit = transaction.stock, transaction.jit
@@ -59,9 +57,7 @@ class Lesson:
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def facts(
-        self, judged: Judged, updates: Sequence[Update], losses: int, found: bool
-    ) -> Facts:
+    def facts(self, judged: Judged, updates: Sequence[Update], losses: int, found: bool) -> Facts:
         """Return what this step and those before it have shown, at its end.
 
         Args:
@@ -140,6 +136,8 @@ class Lesson:
         parts, after = self._parts, self._versions_after
         written = [t for t, version in after.values() if t._version != version]
         written += [e.tensor for key, e in self._log.kept.items() if key not in after]
+        if not written:
+            return False
         unjudged = parts.judged_elsewhere - parts.updated
         # Of batch normalization torch counts only the writes of its integer buffer.
         buffers = set(map(id, parts.unlisted))

@@ -93,9 +93,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-def _applying(
-    real: Callable[..., Any], inside: Sequence[Watch], *args: Any, **kwargs: Any
-) -> Any:
+def _applying(real: Callable[..., Any], inside: Sequence[Watch], *args: Any, **kwargs: Any) -> Any:
     for watch in inside:
         watch.note_update()
     return real(*args, **kwargs)
