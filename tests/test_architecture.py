@@ -231,7 +231,6 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
 
 
 def test_the_counts_are_changed_by_their_methods_only():
-    """No other file assigns to an attribute of the counts of a run."""
     targets = [
         (path.name, ast.unparse(node))
         for path in modules().values()

@@ -227,7 +227,6 @@ def test_the_message_describes_the_incident():
 
 
 def test_errors_can_be_pickled():
-    """An error survives pickling, including its incident and its list of problems."""
     error = raised()
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is NonFiniteError and str(copy) == str(error) and copy.incident.to_json() == error.incident.to_json()

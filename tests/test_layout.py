@@ -152,7 +152,6 @@ def test_backends_stay_at_home(backend):
 
 
 def test_one_module_selects_the_backend():
-    """Only `_backends.current` calls `keras.backend.backend()`."""
     asking = [m for m in modules() for n in ast.walk(tree(m)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "keras.backend.backend"]
     assert asking == ["_backends.current"]
 

@@ -42,7 +42,6 @@ def test_only_functions_are_swapped():
 
 @pytest.mark.parametrize("one", EXPLAINED, ids=lambda one: f"{one.function}: {one.before[:40]}")
 def test_an_explained_survivor_names_code_that_exists(one):
-    """An explanation is removed with its code."""
     source = (PACKAGE / one.module).read_text("utf-8")
     lines = [line.strip() for line in source.splitlines()]
     first = one.before.splitlines()[0]

@@ -199,7 +199,6 @@ def test_lint_loads_a_model_and_lists_its_hazards(model_file, tmp_path, capsys):
 
 
 def test_diagnose_names_the_ruined_layer(model_file, tmp_path, capsys):
-    """The first bad layer is named, and inference is distinguished from training."""
     x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x)
     diagnose = ["diagnose", model_file, "--data", str(tmp_path / "data.npz")]

@@ -29,7 +29,6 @@ def test_a_row_and_the_record_have_one_order():
 
 
 def test_float32_represents_every_step_number():
-    """In float32 every number below `PERIOD` is exact and distinct from its neighbours."""
     for step in (PERIOD - 1, PERIOD // 2 + 1, 1):
         assert int(np.float32(step)) == step and np.float32(step) != np.float32(step - 1)
     assert PERIOD > 1_000_000  # longer than any execution
@@ -37,7 +36,6 @@ def test_float32_represents_every_step_number():
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.floats(2.0**-14, 2.0**20))
 def test_the_gradient_norm_is_that_of_the_unscaled_gradients(gradients, scale):
-    """Half the sum of squares of the scaled gradients gives their norm without the scale."""
     half = sum((scale * g) ** 2 for g in gradients) / 2
     found = FINE._replace(gradients=half, scale=scale).gradient_norm
     assert found == pytest.approx(float(np.linalg.norm(gradients)), rel=1e-9, abs=1e-150)
@@ -89,7 +87,6 @@ def test_a_loss_is_a_finding_of_one_number(loss, nan, inf):
 
 @pytest.mark.parametrize("site", SUMS[1:])
 def test_a_sum_that_overflows_is_an_explosion_unless_entries_are_bad(site):
-    """If every entry is finite the sum has overflowed; if one is not, that is the finding."""
     assert report(FINE._replace(**{site: INF})) == [Finding(site, "explosion", "", 0, 0, None, INF)]
     assert report(FINE._replace(**{site: INF}), **{site: (0, 1, 2)}) == [Finding(site, "nonfinite", f"a/{site}", 0, 1, 2)]
 

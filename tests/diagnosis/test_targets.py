@@ -74,7 +74,6 @@ def test_a_class_index_is_exact():
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
 @pytest.mark.parametrize("keys", [False, True])
 def test_a_class_index_is_found_in_the_output_that_has_it(keys):
-    """Of a model with two outputs of class indices and one of numbers."""
     inputs = keras.Input((8,))
     heads = {"many": 7, "number": 1, "few": 3}
     outputs = {name: keras.layers.Dense(n, name=name)(inputs) for name, n in heads.items()}

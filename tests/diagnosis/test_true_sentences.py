@@ -207,7 +207,6 @@ def test_a_scalar_of_bfloat16_is_checked():
 
 
 def test_weights_that_are_nan_have_not_grown():
-    """Weights into which a callback writes NaN are bad before the step, but have not grown."""
     if keras.backend.backend() == "jax":
         pytest.skip("Keras reads no variable during a fit on JAX, so what a callback writes is without effect")
     built = model()

@@ -20,7 +20,6 @@ def test_generated_pages(name):
 
 
 def test_every_public_name_is_in_the_api_page():
-    """The page from which autodoc creates the API lists all public names."""
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     missing = [name for name in keras_nanguard.__all__ if name[0] != "_" and f"keras_nanguard.{name}\n" not in page]
     errors = [name for name in missing if name.endswith("Error")]

@@ -107,7 +107,6 @@ def test_every_example_can_be_read(site, pages):
 
 
 def test_two_clicks_from_the_front_page(site, pages):
-    """Every page can be reached from the front page in at most two clicks."""
     front = site / "index.html"
 
     def leads_to(page: Path) -> set[Path]:

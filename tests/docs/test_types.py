@@ -51,7 +51,6 @@ def test_types_have_the_words_of_the_lists():
 
 
 def test_the_file_uses_every_public_name():
-    """Every public name is in the file that is checked below."""
     text = FILE.read_text(encoding="utf-8")
     assert [name for name in keras_nanguard.__all__ if not re.search(rf"\b{name}\b", text)] == []
 

@@ -147,7 +147,6 @@ def test_a_dataset_that_declares_far_more_than_it_stores_is_not_read(tmp_path):
 
 
 def test_a_zip_bomb_is_refused(make, set_limit):
-    """A member that would unpack to many times its size is refused before it is unpacked."""
     set_limit("bytes that any file may declare", 1 << 16)
     bomb = zipped(make, {"model.weights.h5": bytes(1 << 20)}, "bomb.keras")
     with pytest.raises(FileFormatError, match="zip bomb"):
@@ -273,7 +272,6 @@ def test_code_in_a_legacy_file_is_never_run(make, layer, capsys):
 
 
 def test_ten_thousand_layers_are_a_result(tmp_path):
-    """A model of 10,000 layers is scanned, and its one bad layer is listed first."""
     path = tmp_path / "many.weights.h5"
     with h5py.File(path, "w") as file:
         for number in range(10_000):
@@ -316,7 +314,6 @@ def test_a_library_that_hangs_or_crashes_on_a_file_is_a_sentence(
 
 
 def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make, own_process):
-    """A process that waits for a dead disk, and cannot be killed, is abandoned."""
     monkeypatch.setattr(subprocess.Popen, "terminate", lambda self: None)
     set_limit("seconds until a reader is abandoned", 0.1)
     set_limit("seconds until a reader hangs", 0.5)
@@ -355,7 +352,6 @@ def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own
 
 
 def test_progress_crosses_from_the_child(make, own_process):
-    """Progress is reported in bytes, increases, and ends at the total."""
     seen = []
     scan(make.weights(), progress=lambda done, total: seen.append((done, total)))
     assert seen

@@ -49,7 +49,6 @@ def test_only_the_bad_values_change(make, kind):
 
 
 def test_a_negative_variance_is_bad(make):
-    """A variance below 0 is replaced, for any magnitude; a mean below 0 is not."""
     bad = {make.SECOND_VARIANCE: [2.0, -1e-3, 2.0, 2.0], make.FIRST_MEAN: -5.0}
     report = repair(make.keras(bad))
     after = values(report.output)
@@ -115,7 +114,6 @@ def test_a_source_that_does_not_fit_is_a_reason(make):
 
 
 def test_a_dry_run_writes_nothing_and_has_the_same_report(make):
-    """`dry_run` lists exactly what a repair then does."""
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     planned = repair(path, weights="zeros", dry_run=True)
     assert os.listdir(os.path.dirname(path)) == ["model.keras"]

@@ -259,7 +259,6 @@ def agrees(array, limit=None):
 @given(data=st.data())
 @settings(max_examples=40)
 def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
-    """Any bytes, read as any float dtype, are counted as by NumPy."""
     kind = named_dtype(dtype)
     raw = data.draw(st.binary(min_size=0, max_size=64 * kind.itemsize))
     array = np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], kind)

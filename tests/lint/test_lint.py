@@ -17,8 +17,6 @@ layers = keras.layers
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "lint.md").read_text(encoding="utf-8")
 
 
-
-
 class Rule(NamedTuple):
     """A rule as described in its section of the docs."""
 
@@ -71,7 +69,6 @@ def test_a_rule_finds_its_hazard_in_its_sample_and_nothing_in_the_corrected_one(
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_that_is_ignored_or_blinded_finds_nothing(rule):
-    """Ignoring a rule removes its hazards, and only these, from the report."""
     made = {"keras": keras, "np": np}
     exec(samples(rule)[0], made)
     model, data = made["model"], (made.get("x"), made.get("y"))

@@ -63,7 +63,6 @@ def test_a_preset_is_valid_by_the_schema(name):
     ],
 )
 def test_the_schema_rejects_the_same_as_the_library(document):
-    """An editor with the schema marks everything that the library would reject."""
     with pytest.raises(PolicyError):
         Policy.load(document)
     with pytest.raises(jsonschema.ValidationError):

@@ -371,7 +371,6 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(WORDS, VALUES, max_size=4))
 def test_no_document_gets_anything_but_a_policy_or_a_policy_error(document):
-    """Any document gives a valid policy, which survives the conversion to a dict, or an error."""
     try:
         policy = Policy.load(document)
     except PolicyError as error:

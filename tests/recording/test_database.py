@@ -70,8 +70,7 @@ def test_thinned_steps_in_the_file(tmp_path, set_limit):
         same(made.recording, Recording.read(tmp_path))
     made.end("finished", 6 * 2048, 0)
     assert len(made.recording) <= 4096
-    resumed = begun(tmp_path)
-    push(resumed, 2048)
+    resumed = begun(tmp_path, steps=2048)
     assert flushed(resumed)
     same(resumed.recording, Recording.read(tmp_path))
     resumed.end("finished", 2048, 0)
@@ -96,8 +95,7 @@ def test_totals_of_removed_steps(tmp_path, set_limit):
 def test_a_disk_that_is_too_slow(tmp_path, set_limit):
     """If too many rows wait for the disk, the file is rewritten as soon as the disk is ready."""
     set_limit("rows that wait for the disk", 100)
-    made = begun(tmp_path)
-    push(made, 50)
+    made = begun(tmp_path, steps=50)
     assert flushed(made)
     push(made, 500, 50)
     made.undo(20)
@@ -107,11 +105,9 @@ def test_a_disk_that_is_too_slow(tmp_path, set_limit):
 
 def test_the_last_run_owns_the_file(tmp_path):
     """A run whose directory another one has taken over stops writing, and reports this once."""
-    first = begun(tmp_path)
-    push(first, 10)
+    first = begun(tmp_path, steps=10)
     assert flushed(first)
-    second = begun(tmp_path)
-    push(second, 10)
+    second = begun(tmp_path, steps=10)
     assert flushed(second)
     push(first, 10, 10)
     assert not flushed(first) and "is in use by another run" in first.problem() and first.problem() == ""
@@ -220,8 +216,7 @@ def test_two_readers_while_it_is_written(tmp_path):
 
 def test_read_from_a_folder_that_cannot_be_written(tmp_path):
     """A finished run on a mounted archive, or of another user."""
-    made = begun(tmp_path)
-    push(made, 5)
+    made = begun(tmp_path, steps=5)
     made.end("finished", 5, 0)
     os.chmod(tmp_path / NAME, 0o444)
     os.chmod(tmp_path, 0o555)
@@ -250,8 +245,7 @@ def test_documented_schema(tmp_path):
 
 
 def valid(folder):
-    made = begun(folder)
-    push(made, 9000)
+    made = begun(folder, steps=9000)
     made.event("incident", 5, 0, **event_of(recordings.incident(5, 0, 5)))
     made.end("finished", 9000, 0)
     return folder / NAME
@@ -361,8 +355,7 @@ def test_a_journal_that_names_another_file(tmp_path):
     assert len(Recording.read(path)) == 9000
     with pytest.raises(GuardError, match="names another file"):
         File(path, "me", [])
-    made = begun(tmp_path, resumed=3)
-    push(made, 10)
+    made = begun(tmp_path, resumed=3, steps=10)
     made.end("finished", 10, 0)
     assert "names another file" in made.problem() and victim.read_text() == "precious"
 

@@ -26,7 +26,6 @@ def test_a_fit_that_dies_leaves_no_copies():
 
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_measurements_agree_with_the_weights(mode, often):
-    """Norms, changes and ranges agree with the weights that a callback reads."""
     zoo.supported(zoo.MODES[mode])
     if zoo.BACKEND == "jax" and mode == "steps4":
         pytest.skip("each step of an execution is guarded separately on JAX, and callbacks see only the last")

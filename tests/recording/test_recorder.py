@@ -79,7 +79,6 @@ class TestSteps:
 class TestRecorder:
 
     def test_rate_is_known_between_equal_readings(self):
-        """Between two equal readings the rate is known; between two different ones it is not."""
         made = recorder()
 
         def look(rate, **how):

@@ -31,21 +31,18 @@ def another_fit(made, folder):
 def test_nowhere_to_write(tmp_path):
     """A path that cannot be written, or a foreign file: in memory, with the reason."""
     (tmp_path / NAME).write_text("a diary")
-    made = begun(tmp_path)
-    push(made, 5)
+    made = begun(tmp_path, steps=5)
     assert "is another file" in made.problem() and (tmp_path / NAME).read_text() == "a diary" and len(made.recording) == 5
     made.end("finished", 5, 0)
     (tmp_path / "file").write_text("")
-    other = begun(tmp_path / "file" / "below")
-    push(other, 5)
+    other = begun(tmp_path / "file" / "below", steps=5)
     other.end("finished", 5, 0)
     assert other.problem() and len(other.recording) == 5
 
 
 def test_a_pipe_is_not_written(tmp_path):
     os.mkfifo(tmp_path / NAME)
-    made = begun(tmp_path)
-    push(made, 5)
+    made = begun(tmp_path, steps=5)
     made.end("finished", 5, 0)
     assert made.problem() and len(made.recording) == 5
 
@@ -73,8 +70,7 @@ def fails(*args, **kwargs):
 @pytest.mark.parametrize("method", ["note", "_fold"])
 def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
     """Told once, nothing is written until the next fit, which writes all and tells new ones."""
-    made = begun(tmp_path)
-    push(made, 3)
+    made = begun(tmp_path, steps=3)
     assert flushed(made)
     with monkeypatch.context() as short:
         short.setattr(made, method, fails)
@@ -116,8 +112,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
     """Training goes on, the reason is told, and the next fit writes what is in memory."""
-    made = begun(tmp_path)
-    push(made, 3)
+    made = begun(tmp_path, steps=3)
     with monkeypatch.context() as short:
         short.setattr(Memory, "run", fails)
         CALLS[call](made)
@@ -131,8 +126,7 @@ def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
 @pytest.mark.parametrize("what", ["Memory", "Writer"])
 def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, what):
     """Without memory for it, or a thread, the run goes on, and the file keeps the earlier one."""
-    first = begun(tmp_path)
-    push(first, 10)
+    first = begun(tmp_path, steps=10)
     first.end("finished", 10, 0)
     made = Recorder()
     with monkeypatch.context() as short:
@@ -153,8 +147,7 @@ def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, wh
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
 def test_a_copy_continues_the_file(tmp_path, how):
     """A copy of a recorder continues its file, unless another one has written it meanwhile."""
-    made = begun(tmp_path)
-    push(made, 10)
+    made = begun(tmp_path, steps=10)
     made.end("finished", 10, 0)
     other = how(made)
     another_fit(other, tmp_path)
@@ -199,8 +192,7 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
         raise RuntimeError("of another kind")
 
     monkeypatch.setattr(File, when, fails)
-    made = begun(tmp_path)
-    push(made, 5)
+    made = begun(tmp_path, steps=5)
     assert not flushed(made) and len(made.recording) == 5
     assert made.problem() == "recording.sqlite is not written: of another kind"
     assert made.problem() == ""
@@ -210,8 +202,7 @@ def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
 def test_locked_for_long(tmp_path, set_limit):
     """At the end of a fit only for a limited time; the next fit writes the rest."""
     set_limit("seconds that a recording waits for a lock", 0.05)
-    made = begun(tmp_path)
-    push(made, 20)
+    made = begun(tmp_path, steps=20)
     assert flushed(made)
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -234,8 +225,7 @@ def test_locked_for_long(tmp_path, set_limit):
 
 
 def test_a_file_that_is_gone(tmp_path):
-    made = begun(tmp_path)
-    push(made, 10)
+    made = begun(tmp_path, steps=10)
     made.end("finished", 10, 0)
     (tmp_path / NAME).unlink()
     another_fit(made, tmp_path)

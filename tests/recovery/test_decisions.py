@@ -76,7 +76,6 @@ def decided(faults, policy="recover"):
     return lines, float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
 
 
-
 @pytest.mark.parametrize("name", TABLE)
 def test_same_decisions(name):
     faults, lines, *policy = TABLE[name]

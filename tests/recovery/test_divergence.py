@@ -56,7 +56,6 @@ def same(model, other):
         np.testing.assert_allclose(one, two, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5)
 
 
-
 def changes(guard):
     return [[o.action for o in i.outcomes if o.status == "done"] for i in guard.incidents if i.changes]
 
@@ -123,7 +122,6 @@ class TestOverflow:
         assert model.stop_training and guard.incidents[-1].step < 60
         assert guard.incidents[-1].decision.terminal and guard.incidents[-1].diagnosis.advice
         assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.1)
-
 
 
 class TestFinite:

@@ -25,7 +25,6 @@ def files(root, **contents):
 STATUS = "Name:\tpython\nVmPeak:\t 9000 kB\nVmSize:\t 8000 kB\nVmHWM:\t 3000 kB\nVmRSS:\t 2000 kB\nVmData:\t 1000 kB\n"
 
 
-
 class TestRoom:
     def test_of_the_machine(self, tmp_path):
         """The available memory, less how far the process now is below its own peak."""

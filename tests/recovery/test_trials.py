@@ -124,7 +124,6 @@ def test_an_error_in_a_trial_does_not_end_training(capsys):
 
 
 def test_a_trial_leaves_nothing_to_do_before_each_step():
-    """A plain rate that a trial has lowered is as before it, and no step has to hold it."""
     guard = NanGuard(verbose=0)
     trial = Trial(guard, 10)
     zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), zoo.regression(), guard=guard, epochs=1, callbacks=[trial])

@@ -166,7 +166,6 @@ def test_brief_line(given, samples, line):
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_brief_lines_of_all_causes_fit(cause):
-    """With names and texts of any length a line has at most 120 characters."""
     long = Diagnosis(cause, LONG, (3, 4), ("Seen. " * 40,), ("Do. " * 60,))
     outcomes = tuple(Outcome(action, "done", "detail " * 30) for action in ("rollback", "lower_lr", "clip"))
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)

@@ -145,10 +145,11 @@ def _samples(bad: np.ndarray, name: str) -> tuple[BadSample, ...]:
 # What records
 
 
-def begun(folder, **how):
-    """Return a recorder that has begun to write to this folder."""
+def begun(folder, steps=0, **how):
+    """Return a recorder that has begun to write to this folder, after this many steps."""
     made = Recorder()
     made.begin({"model": "net", "versions": {"keras": "3"}}, scaled=True, path=folder / NAME, **how)
+    push(made, steps)
     return made
 
 
