@@ -19,9 +19,8 @@ def differences(program: Wild, one: zoo.Run, other: zoo.Run, tolerance: float) -
 
 
 @pytest.mark.daily(
-    "reinforce*", "vae*", "float16*", "normalised*", "random-labels*",
-    "deep-linear-saddle", "weight-untracked-variable", "batch-of-one", "enormous-losses",
-    "triplet*",
+    "reinforce*", "vae*", "float16*", "normalised*", "deep-linear-saddle",
+    "weight-untracked-variable", "batch-of-one", "triplet*",
 )
 @pytest.mark.parametrize("name", [name for name in WILD if zoo.BACKEND not in WILD[name].not_on])
 def test_left_alone(name):

@@ -110,7 +110,6 @@ def reports(guard: NanGuard) -> dict[str, Any]:
         "refused": [incident.refused for incident in guard.incidents],
         "causes": [incident.diagnosis.cause for incident in guard.incidents],
         "samples": [list(incident.diagnosis.samples) for incident in guard.incidents],
-        "outcomes": [[o.action for o in incident.outcomes if o.status == "done"] for incident in guard.incidents],
     }
 
 

@@ -102,7 +102,7 @@ def measure(losses: list[float], before: list[float], after: list[float]) -> dic
 
     `peak` is the largest loss, `late` that of the second half, `early` that of the first tenth; `settled` is the median of the last
     fifth, `saddle` that at a fifth of the way; `spike` is the largest loss over the median of all. `negative` and `zero` are shares of
-    the steps, `size` is the first loss itself. `growth` is that of the kernel that grows most, `shrinking` that of the one that does
+    the steps. `growth` is that of the kernel that grows most, `shrinking` that of the one that does
     least; kernels that begin at 0 do not count. `back` is `settled` in units of the lowest median of a tenth.
     """
     every, count = np.array(losses), len(losses)
@@ -121,7 +121,6 @@ def measure(losses: list[float], before: list[float], after: list[float]) -> dic
         "spike": every.max() / max(float(np.median(np.abs(every))), 1e-30),
         "negative": float(np.mean(every < 0)),
         "zero": float(np.mean(np.abs(every) <= 1e-5 * np.abs(every).max())),
-        "size": first,
         "growth": max(ratios),
         "shrinking": min(ratios),
     }
@@ -132,11 +131,6 @@ def measure(losses: list[float], before: list[float], after: list[float]) -> dic
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype("float32")
-
-
-def whole(high: int, *shape: int, seed: int = 0) -> np.ndarray:
-    """Return integers from 0 on."""
-    return np.random.default_rng(seed).integers(0, high, shape)
 
 
 def digits(rows: int = 320) -> tuple[np.ndarray, np.ndarray]:
@@ -331,35 +325,16 @@ def triplet():
     return model, arrays([draw(320, 6, seed=i) for i in range(3)])
 
 
-@wild("random-labels-fast", settled=(0.5, 1.2))
-def random_labels_fast():
-    """Nothing to learn: at a high rate the loss stays at the entropy of the labels."""
-    model = network(6, 16, 4)
-    model.compile(Opt.Adam(1e-2), crossentropy())
-    return model, arrays(draw(2400, 6), whole(4, 2400, seed=1), epochs=2)
-
-
-# Sizes
-
-
-def _sized(x: np.ndarray, y: np.ndarray, optimizer: Any, **more: Any) -> Any:
-    model = network(x.shape[1], 8, 1)
-    model.compile(optimizer, "mse")
-    return model, arrays(x, y.astype("float32"), **more)
-
-
-@wild("enormous-losses", size=at_least(1e12))
-def enormous():
-    """Targets of millions: the loss is in trillions and hardly changes."""
-    x, y = linear_data()
-    return _sized(x, 3e6 * y, Opt.Adam(1e-2))
+# Batches of one
 
 
 @wild("batch-of-one", spike=at_least(100.0))
 def batch_of_one():
     """Targets with a heavy tail, one at a time."""
     y = np.random.default_rng(3).standard_t(1.5, (200, 1))
-    return _sized(draw(200, 6), y, Opt.Adam(1e-3), batch=1, epochs=1)
+    model = network(6, 8, 1)
+    model.compile(Opt.Adam(1e-3), "mse")
+    return model, arrays(draw(200, 6), y.astype("float32"), batch=1, epochs=1)
 
 
 @wild("batch-of-one-memorised", spike=at_least(1e5), settled=at_most(1e-2))

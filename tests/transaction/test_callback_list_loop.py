@@ -63,14 +63,6 @@ def test_guarded_as_in_fit():
     zoo.assert_same(model.get_weights(), fitted.model.get_weights(), 1e-5)
 
 
-def test_second_loop_over_the_same_model():
-    """A guard, and a list, can be used for a second loop."""
-    guard = undiagnosed()
-    model = loop([guard], epochs=1)
-    run(model, [guard], epochs=1)
-    assert len(guard.incidents) == 4 and zoo.bad_entries(model) == []
-
-
 @pytest.mark.daily("*" if zoo.BACKEND == "torch" else "another guard")
 @pytest.mark.parametrize("anew", [True, False], ids=["another guard", "the same guard"])
 def test_loop_that_died_does_not_block_the_next(anew, recwarn):

@@ -65,17 +65,9 @@ class Both(keras.optimizers.SGD):
         self.assign_sub(variable, learning_rate * seen.value)
 
 
-class Halves(Both):
-    """Overrides assignments."""
-
-    def assign_sub(self, variable, value):
-        super().assign_sub(variable, value / 2)
-
-
-@pytest.mark.parametrize("kind", [Both, Halves])
-def test_an_optimizer_that_overrides_assignments(kind):
+def test_an_optimizer_that_writes_slots_itself():
     """A variable is restored for any kind of assignment of the optimizer."""
-    bad = oracle(lambda: network(kind(0.05)), tolerance=1e-5)
+    bad = oracle(lambda: network(Both(0.05)), tolerance=1e-5)
     assert np.abs(bad.model.optimizer.seen[0].numpy()).max() > 0
 
 

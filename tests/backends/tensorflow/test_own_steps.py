@@ -255,20 +255,6 @@ class Adversarial(keras.Model):
         optimizer.apply_gradients(zip(tape.gradient(loss, network.trainable_weights), network.trainable_weights))
 
 
-class Summarises(Plain):
-    """Writes a summary in each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.writer = tf.summary.create_noop_writer()
-
-    def train_step(self, data):
-        logs = super().train_step(data)
-        with self.writer.as_default():
-            tf.summary.write("loss", logs["loss"], step=tf.constant(0, tf.int64))
-        return logs
-
-
 class Counts(Plain):
     """Counts in a table, which a refusal does not restore, and does not report its loss."""
 
@@ -345,14 +331,6 @@ def test_bad_batches_leave_nothing_behind(name, mode):
         assert guard.session.run.access.transaction.learned.keeps_undo == (name in KEEPS_OLD_VALUES)
     if name == "writes a table":  # said among the limits
         assert int(model.table.lookup(tf.constant(1, tf.int64))) == 2 * BATCHES
-
-
-def test_a_summary_in_the_step():
-    """Writes of a step to anything but variables are not affected by the guard."""
-    guard = NanGuard(verbose=0)
-    ends = [fitted(Summarises, X, Y, callbacks, "graph")[1] for callbacks in ([guard], [])]
-    zoo.assert_same(*ends)
-    assert guard.incidents == []
 
 
 def test_a_rollback_restores_networks_that_are_not_attributes():
