@@ -177,7 +177,7 @@ class Attachment(GuardedExecution):
 
     def rebuild(self) -> None:
         """Compile the step again, after a change of something that is built into it. If that fails,
-        the step of before goes on.
+        the previous step is used.
         """
         self._keepable, model = False, self.model
         if self.state == "free" or model.train_function is None:

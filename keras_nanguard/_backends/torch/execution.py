@@ -28,9 +28,9 @@ from keras_nanguard._keras import attributes as keras_attributes, optimizers as 
 class StepRun:
     """One run of the transaction, from the arguments of the body to its result.
 
-    The verdict is computed when the body calls its update, so a refused step is never updated. A
-    body that goes on after its update is updated at once, with the old values kept, and the verdict
-    is computed at its end.
+    The verdict is computed when the body calls its update, so a refused step is never updated. If
+    the body continues after its update, the update runs at once, with the old values kept, and the
+    verdict is computed at the end of the body.
 
     Args:
         transaction: the `Transaction`.
@@ -153,7 +153,7 @@ class StepRun:
         if self.judged is None or self.judged.decision is not Decision.REFUSE:
             self._update(record)
         else:
-            self._watch.begin()  # the body may go on
+            self._watch.begin()  # the body may continue
 
     def _update(self, record: Update) -> None:
         """Run an update."""

@@ -46,7 +46,7 @@ class Facts(Learned):
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step.
-        goes_on: whether the body goes on after its first update in a way that can make the step
+        continues: whether the body continues after its first update in a way that can make the step
             bad: with another update, loss or statistic, or because its loss is known at its end
             only; or in a way in which it must not wait for other processes before. `None` until all
             optimizers have updated.
@@ -59,7 +59,7 @@ class Facts(Learned):
     keeps_undo: bool = True
     steps: int = 0
     stale: bool = True
-    goes_on: bool | None = None
+    continues: bool | None = None
     updated_by: frozenset[int] = frozenset()
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     adds_to_gradients: bool | None = None
@@ -260,7 +260,7 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
     left_by_previous = not all(map(math.isfinite, previous.values()))
     squares = reductions.squares_of(read["gradients"], tensors["gradients"])
     own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
-    decision, keeps_undo = _decision(ran, read, own), learned.goes_on is not False
+    decision, keeps_undo = _decision(ran, read, own), learned.continues is not False
     verdict = own
     if agreement.count > 1:
         decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)

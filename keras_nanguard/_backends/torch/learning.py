@@ -52,7 +52,7 @@ class Lesson:
 
     def after_update(self) -> None:
         """Note the state after an update."""
-        if not (self._stock or self._before.goes_on):
+        if not (self._stock or self._before.continues):
             tensors = [tensor for tensor, _ in self._versions]
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
@@ -73,25 +73,25 @@ class Lesson:
         adds = before.adds_to_gradients
         if self._gradients:
             adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        goes_on = self._goes_on(updates, losses, found)
+        continues = self._continues(updates, losses, found)
         return Facts(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
-            keeps_undo=judged.keeps_undo if self._several else goes_on is not False,
+            keeps_undo=judged.keeps_undo if self._several else continues is not False,
             steps=before.steps + 1,
             stale=bool(log.created),
-            goes_on=goes_on,
+            continues=continues,
             updated_by=self._updated_by(updates),
             adds_to_gradients=adds,
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
 
-    def _goes_on(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
-        """Return whether the body goes on after its first update, see `Facts`."""
+    def _continues(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
+        """Return whether the body continues after its first update, see `Facts`."""
         if self._stock:
             return False
-        if self._before.goes_on or not updates:
-            return self._before.goes_on
+        if self._before.continues or not updates:
+            return self._before.continues
         has_more = len(updates) > 1 or updates[0].evaluates or found
         if has_more or losses > self._losses or not losses or self._writes_after():
             return True

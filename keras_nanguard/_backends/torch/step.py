@@ -10,7 +10,7 @@ In outline::
               counts are reported
 
 Nothing large is copied. In Keras' own train step everything that can make it bad is known when it
-calls its update. Another step may go on after its update in a way that can make it bad: with a
+calls its update. Another step may continue after its update in a way that can make it bad: with a
 second update, or with statistics. The first steps show whether it does. Such a step is updated at
 once, with the old values of what the update writes kept, and the verdict is computed at its end.
 
@@ -165,9 +165,9 @@ class Transaction(interface.Transaction):
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Facts):
             steps = min(other.learned.steps, 1)
-            goes_on = other.learned.goes_on or None  # perhaps of another function
+            continues = other.learned.continues or None  # perhaps of another function
             self.learned = replace(
-                other.learned, steps=steps, stale=True, goes_on=goes_on, keeps_undo=True
+                other.learned, steps=steps, stale=True, continues=continues, keeps_undo=True
             )
 
     def batch(self, given: Given) -> Any:

@@ -6,7 +6,7 @@ first copies the old value, in the thread of that step only. A healthy step thus
 state (statistics, seeds, metrics), each once, and nothing else.
 
 Torch itself writes in place. The transaction runs the updates of optimizers, and keeps what they
-write where a step goes on after its update. Buffers of torch modules and torch's generators are
+write where a step continues after its update. Buffers of torch modules and torch's generators are
 kept before each step, and so is every tensor whose version counter has once shown a write by the
 user's code; in the first steps everything is. Learning rate schedulers and gradient scalers of
 torch are kept when the step first calls them.

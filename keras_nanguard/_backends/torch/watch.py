@@ -1,6 +1,6 @@
 """Keeps what a step on torch writes in place after an update, outside of its train state.
 
-A step may go on after its update: with a slow copy of the weights, a clipped weight, or a second
+A step may continue after its update: with a slow copy of the weights, a clipped weight, or a second
 network. From the first update on, a `TorchDispatchMode` sees each operation before it writes.
 """
 
