@@ -8,6 +8,8 @@ In addition to the modules that every backend has:
 | `updates` | the updates of a step |
 | `watch` | what a step writes after its update |
 | `undo_log` | what a refusal restores |
+| `parts` | the train state by role, and what the steps have shown |
 | `judging` | the verdict on a step |
+| `raised` | exceptions by which torch reports a bad number |
 | `learning` | what a step shows about its body, for later steps |
 """

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -14,15 +14,19 @@ import numpy as np
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.intercept import is_numeric
-from keras_nanguard._backends.torch.judging import Decision, Facts, Judged, Ran, judge, read_update
+from keras_nanguard._backends.torch.judging import Decision, Judged, Ran, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
 from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.parts import Facts
+from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import attributes as keras_attributes, optimizers as keras_optimizers
+
+if TYPE_CHECKING:
+    from keras_nanguard._backends.torch.step import Transaction
 
 
 class StepRun:
@@ -42,12 +46,12 @@ class StepRun:
         keeps_undo: whether it is updated at once, with the old values kept.
         log: what a refusal restores.
         updates: the updates that have run.
-        judged: the verdict, if it was computed in the body.
+        judged_in_body: the verdict, if it was computed in the body.
     """
 
-    judged: Judged | None = None
+    judged_in_body: Judged | None = None
 
-    def __init__(self, transaction: Any, args: Sequence[Any]):
+    def __init__(self, transaction: Transaction, args: Sequence[Any]):
         self.transaction, self.args, parts = transaction, args, transaction.parts
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None
@@ -96,10 +100,10 @@ class StepRun:
         bad one.
         """
         outputs, raised = self._run_body()
-        judged = self.judged or self._judge(outputs, raised)
+        judged = self.judged_in_body or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._lesson.facts(judged, self.updates, self.seen.noted, self._watch.found)
+        learned = self._lesson.facts(judged, self.updates, self.seen.noted, self._watch.continues)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
@@ -145,12 +149,12 @@ class StepRun:
         record.build()  # as Keras would, so that its variables are noted
         if not self.updates:
             self._lesson.before_update(self.seen.noted)
-        if record.evaluates and self.judged is None:
+        if record.evaluates and self.judged_in_body is None:
             self.keeps_undo = self.transaction.may_undo_update
-        if self.transaction.refuses and not self.keeps_undo and self.judged is None:
-            self.judged = self._judge(None, raised=False)
-            self.keeps_undo = self.judged.decision is Decision.CHECK
-        if self.judged is None or self.judged.decision is not Decision.REFUSE:
+        if self.transaction.refuses and not self.keeps_undo and self.judged_in_body is None:
+            self.judged_in_body = self._judge(None, raised=False)
+            self.keeps_undo = self.judged_in_body.decision is Decision.CHECK
+        if self.judged_in_body is None or self.judged_in_body.decision is not Decision.REFUSE:
             self._update(record)
         else:
             self._watch.begin()  # the body may continue
@@ -178,7 +182,9 @@ class StepRun:
         if self.log.created:
             transaction.read_parts()
         losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
-        ran = Ran(seen, self.log, losses, raised, bool(self.updates))
+        accumulates = seen.noted and not (seen.is_scaled or self._lesson.has_written_weights)
+        found = frozenset(id(local(grad)) for _, grad in self._gradients)
+        ran = Ran(seen, self.log, losses, raised, bool(self.updates), bool(accumulates), found)
         return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
 
     def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
@@ -187,13 +193,13 @@ class StepRun:
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()
         unseen |= learned.uncounted.keys() - transaction.learned.uncounted.keys()
-        is_read = judged is not self.judged
         for created in self._created:
             transaction.run.note_created(*created)
         if self._created:
-            learned, is_read = replace(learned, stale=True), False
+            learned = replace(learned, stale=True)
             transaction.read_parts()
-        is_due = bool(self.seen.records) and not is_read
+        is_unread = judged is self.judged_in_body or bool(self._created)
+        is_due = bool(self.seen.records) and is_unread
         is_due = is_due or not transaction.parts.updated.isdisjoint(unseen)
         if not (transaction.refuses and is_due):
             return verdict, learned

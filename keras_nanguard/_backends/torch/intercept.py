@@ -1,17 +1,8 @@
-"""Intercepts the optimizer calls and the loss of a step on torch while its body runs, and the
-exceptions by which torch reports a bad number: a step that raises one is a bad step.
-
-Torch raises them as plain `RuntimeError` and `ValueError`, so type and message alone do not
-distinguish them from an exception of the user's code. `is_numeric` also checks the origin: the code
-that raised it is torch's own Python, or no Python at all (the C++ of torch). An exception that a
-`raise` statement outside of torch has raised is never taken for one.
-"""
+"""Intercepts the optimizer calls and the losses of a step on torch while its body runs."""
 
 from __future__ import annotations
 
 import contextlib
-import dis
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from types import MethodType
@@ -27,28 +18,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides, ThreadOverrides
-
-MESSAGES = (
-    "all elements of input should be between 0 and 1",  # binary_cross_entropy of NaN, on the CPU
-    "all elements of target should be between 0 and 1",
-    "probability tensor contains either `inf`, `nan` or element < 0",  # multinomial
-    "invalid multinomial distribution (sum of probabilities <= 0)",
-    "Expected p_in >= 0 && p_in <= 1",  # bernoulli
-    "normal expects all elements of std >= 0.0",
-    "to satisfy the constraint",  # torch.distributions, of its arguments
-    "returned nan values in its",  # autograd in anomaly mode
-    "because the input matrix contained non-finite values",  # torch.linalg
-    "input contains non-finite values",
-    "input tensor should not contain infs or NaNs",  # torch.linalg.eig
-    "is non-finite, so it cannot be clipped",  # clip_grad_norm_ with error_if_nonfinite=True
-)
-"""Parts of the messages; each comment names the function that raises it."""
-
-PACKAGE = os.path.dirname(torch.__file__) + os.sep
-"""Folder of torch's Python code."""
-
-RAISE = dis.opmap["RAISE_VARARGS"]
-"""The instruction of a `raise` statement."""
 
 SOURCES = ("compute_loss", "scale", "backward")
 """Functions whose values are the losses of a step: of the first one that the step calls. Those of
@@ -127,6 +96,11 @@ class Intercept:
     def losses(self) -> list[Any]:
         """The losses of the step, from the first of `SOURCES` that has any."""
         return next(filter(None, self._losses.values()), [])
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the losses are scaled."""
+        return bool(self._losses["scale"])
 
     def note_losses(self, source: str, values: Any) -> None:
         """Note those of these values that are scalars, each of which counts as a loss."""
@@ -236,17 +210,3 @@ ROOTS = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)
 calls `torch.autograd.backward`. `torch.autograd.grad` is not overridden, because functions that
 torch compiles or transforms (`torch.func`) call it.
 """
-
-
-def is_numeric(error: BaseException) -> bool:
-    """Return whether torch has raised this because of a value that an operation does not accept."""
-    if not isinstance(error, (RuntimeError, ValueError)):
-        return False
-    traceback = error.__traceback__
-    if traceback is None or not any(message in str(error) for message in MESSAGES):
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback.tb_frame.f_code
-    in_torch = os.path.abspath(code.co_filename).startswith(PACKAGE)
-    return in_torch or code.co_code[traceback.tb_lasti] != RAISE

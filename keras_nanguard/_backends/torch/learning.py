@@ -7,13 +7,17 @@ Keras, by the version that torch counts for each tensor, and what it does after 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.judging import Facts, Judged, Parts
+from keras_nanguard._backends.torch.judging import Judged
 from keras_nanguard._backends.torch.modules import local
+from keras_nanguard._backends.torch.parts import Facts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
+
+if TYPE_CHECKING:
+    from keras_nanguard._backends.torch.step import Transaction
 
 PATIENCE = 100
 """Steps after which an optimizer that has not updated counts as one that never does."""
@@ -29,14 +33,13 @@ class Lesson:
         gradients: `(tensor, its gradient)` that the step finds.
     """
 
-    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]):
-        self._before: Facts = transaction.learned
-        self._parts: Parts = transaction.parts
-        self._stock, self._jit = transaction.stock, transaction.jit
-        self._is_fresh = transaction.is_fresh
-        self._several = transaction.agreement.count > 1
+    def __init__(
+        self, transaction: Transaction, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]
+    ):
+        self._transaction = transaction
+        self._before, self._parts = transaction.learned, transaction.parts
         self._log, self._is_compiled, self._gradients = log, is_compiled, gradients
-        watched = self._parts.small_state if self._stock else self._parts.all
+        watched = self._parts.small_state if self._transaction.stock else self._parts.all
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
         self._by_hand: tuple[list[Any], list[Any]] = [], []
@@ -46,25 +49,25 @@ class Lesson:
         """Note what the body has written before its first update, and the number of its losses so
         far.
         """
-        if not self._stock:
+        if not self._transaction.stock:
             self._losses = losses
             self._by_hand = self._written(), self._written_uncounted()
 
     def after_update(self) -> None:
         """Note the state after an update."""
-        if not (self._stock or self._before.continues):
+        if not (self._transaction.stock or self._before.continues):
             tensors = [tensor for tensor, _ in self._versions]
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def facts(self, judged: Judged, updates: Sequence[Update], losses: int, found: bool) -> Facts:
+    def facts(self, judged: Judged, updates: Sequence[Update], losses: int, is_seen: bool) -> Facts:
         """Return what this step and those before it have shown, at its end.
 
         Args:
             judged: the verdict.
             updates: the updates that have run.
             losses: the number of losses.
-            found: what `Watch` has found.
+            is_seen: whether `Watch` has seen that the body continues.
         """
         before, log = self._before, self._log
         by_hand, uncounted = self._by_hand
@@ -73,11 +76,12 @@ class Lesson:
         adds = before.adds_to_gradients
         if self._gradients:
             adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
-        continues = self._continues(updates, losses, found)
+        continues = self._continues(updates, losses, is_seen)
+        is_one_of_several = self._transaction.agreement.count > 1
         return Facts(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
-            keeps_undo=judged.keeps_undo if self._several else continues is not False,
+            keeps_undo=judged.keeps_undo if is_one_of_several else continues is not False,
             steps=before.steps + 1,
             stale=bool(log.created),
             continues=continues,
@@ -86,13 +90,13 @@ class Lesson:
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
 
-    def _continues(self, updates: Sequence[Update], losses: int, found: bool) -> bool | None:
+    def _continues(self, updates: Sequence[Update], losses: int, is_seen: bool) -> bool | None:
         """Return whether the body continues after its first update, see `Facts`."""
-        if self._stock:
+        if self._transaction.stock:
             return False
         if self._before.continues or not updates:
             return self._before.continues
-        has_more = len(updates) > 1 or updates[0].evaluates or found
+        has_more = len(updates) > 1 or updates[0].evaluates or is_seen
         if has_more or losses > self._losses or not losses or self._writes_after():
             return True
         known = {id(optimizer) for optimizer in self._parts.train_state.optimizers}
@@ -101,6 +105,12 @@ class Lesson:
 
     def _updated_by(self, updates: Sequence[Update]) -> frozenset[int]:
         return self._before.updated_by | {id(update.optimizer) for update in updates}
+
+    @property
+    def has_written_weights(self) -> bool:
+        """Whether a weight or slot was written so far."""
+        updated = self._parts.updated
+        return any(t._version != version for t, version in self._versions if id(t) in updated)
 
     def _written(self) -> list[Any]:
         """Return the tensors of the train state that were written past Keras so far."""
@@ -115,7 +125,7 @@ class Lesson:
         """Return those whose value differs although torch has counted no write of them. Only the
         first steps read this.
         """
-        if not self._is_fresh:
+        if not self._transaction.is_fresh:
             return []
         kept = [self._log.kept.get(id(tensor)) for tensor, _ in self._versions]
         unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
@@ -125,10 +135,10 @@ class Lesson:
         """Return what the eager step assigns to before it is compiled: a compiled one does not show
         it.
         """
-        if not self._jit or self._is_compiled:
+        if not self._transaction.jit or self._is_compiled:
             return []
         parts, kept = self._parts, self._log.kept.items()
-        listed = set(map(id, parts.all if self._stock else parts.small_state))
+        listed = set(map(id, parts.all if self._transaction.stock else parts.small_state))
         return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
     def _writes_after(self) -> bool:

@@ -210,19 +210,23 @@ class TorchOptimizer:
         self.epsilon = optimizer.defaults.get("eps")
         self.momentum = optimizer.defaults.get("momentum", 0.0)
         self._learning_rate = Rate(optimizer)
-        self._known = Variables()
+        self._parameters, self._slots = Variables(), Variables()
 
     @property
     def variables(self) -> list[TensorVariable]:
-        return [
-            self._known.of(tensor, f"{self.name}/{self._path_of(p)}/{key}")
-            for p, slots in self.of.state.items()
+        """The tensors in its state. One that an update has replaced is not kept."""
+        found = [
+            self._slots.of(tensor, f"{self.name}/{self._path_of(p)}/{key}")
+            for p, slots in slots_of(self.of)
             for key, tensor in slots.items()
             if isinstance(tensor, torch.Tensor)
         ]
+        self._slots = Variables((id(variable.of), variable) for variable in found)
+        return found
 
     def variable_of(self, parameter: Any) -> TensorVariable:
-        return self._known.of(parameter, self._path_of(parameter))
+        """Return the variable of one of its parameters."""
+        return self._parameters.of(parameter, self._path_of(parameter))
 
     def _path_of(self, parameter: Any) -> str:
         return self._paths.get(id(local(parameter)), "a parameter")
@@ -234,7 +238,8 @@ class TorchOptimizer:
         """
         state, restore_settings = self.of.state, kept_settings(self.of.param_groups)
         before = _copied(state)
-        values = [value for slots in before.values() for value in slots.values() if copies]
+        values = [v for slots in before.values() if isinstance(slots, dict) for v in slots.values()]
+        values = values if copies else []
         values = [value for value in values if isinstance(value, torch.Tensor)]
         own = {k: v for k, v in vars(self.of).items() if k not in ("state", "param_groups")}
         numbers = {k: v for k, v in own.items() if type(v) in (int, float)}
@@ -279,7 +284,7 @@ class TorchOptimizer:
             settings: the rate and the other settings of each group in the update.
         """
         found = []
-        for p, slots in self.of.state.items():
+        for p, slots in slots_of(self.of):
             known = before.get(p, ())
             if len(slots) == len(known):
                 continue
@@ -297,10 +302,19 @@ class TorchOptimizer:
         return self._learning_rate.value
 
 
+def slots_of(optimizer: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return each parameter of an optimizer of torch that has slots, with these by name. The state
+    may also have numbers under other keys.
+    """
+    return [(p, slots) for p, slots in optimizer.state.items() if isinstance(slots, dict)]
+
+
 def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """Return the slots of each parameter, with a copy of each list (the history of LBFGS)."""
     return {
         p: {k: list(v) if isinstance(v, list) else v for k, v in slots.items()}
+        if isinstance(slots, dict)
+        else slots
         for p, slots in state.items()
     }
 

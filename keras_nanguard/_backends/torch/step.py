@@ -9,10 +9,12 @@ In outline::
     refuse    the update does not run; all writes are undone, the loss scale is updated, batch and
               counts are reported
 
-Nothing large is copied. In Keras' own train step everything that can make it bad is known when it
-calls its update. Another step may continue after its update in a way that can make it bad: with a
-second update, or with statistics. The first steps show whether it does. Such a step is updated at
-once, with the old values of what the update writes kept, and the verdict is computed at its end.
+Nothing large is copied, unless the squares of the gradients overflow: then the update may, too, and
+the updated state decides. In Keras' own train step everything else that can make it bad is known
+when it calls its update. Another step may continue after its update in a way that can make it bad:
+with a second update, or with statistics. The first steps show whether it does. Such a step is
+updated at once, with the old values of what the update writes kept, and the verdict is computed at
+its end.
 
 The losses of a step are the results of `compute_loss`; of one that does not call it, the scalars
 whose backward pass it runs; of one without a backward pass, the scalars that it returns.
@@ -30,7 +32,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch.execution import StepRun, as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Facts, Parts
+from keras_nanguard._backends.torch.parts import Facts, Parts
 from keras_nanguard._core.verdict import Report, Verdict
 
 FRESH = 2
@@ -95,7 +97,7 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
-        may_undo_update: whether an update may run before the verdict and be undone.
+        may_undo_update: whether a step may be updated before its verdict, because it continues.
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
         verdict: the verdict of the last step.
@@ -124,13 +126,21 @@ class Transaction(interface.Transaction):
         self.given: Any = None
         self.reports: list[Report] = []
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
-        self._optimizer = getattr(self.model, "optimizer", None)
+        self._optimizer = self._current_optimizer
+
+    @property
+    def _current_optimizer(self) -> Any:
+        return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
+        if self.run.state_replaced:  # by a rollback, for instance
+            self.run.state_replaced = False
+            self.learned = replace(self.learned, unread={})
         learned = self.learned
-        replaced = getattr(self.model, "optimizer", None) is not self._optimizer
+        replaced = self._current_optimizer is not self._optimizer
+        if replaced:
+            self.compiled = None
         if learned.stale or self.is_fresh or replaced or learned.steps % REFRESH == 0:
-            self.compiled = None if replaced else self.compiled
             self.read_parts()
         self.given = Given.of(args)
         step = StepRun(self, args)
@@ -146,7 +156,7 @@ class Transaction(interface.Transaction):
 
     def read_parts(self) -> None:
         """Read the train state."""
-        self._optimizer = getattr(self.model, "optimizer", None)
+        self._optimizer = self._current_optimizer
         self.parts = Parts(self.run.read_train_state(), self.run.model)
 
     @property

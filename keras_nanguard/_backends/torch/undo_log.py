@@ -1,18 +1,20 @@
 """An undo log: the old values of everything that one step writes on torch.
 
-An eager step cannot be inspected before it runs, so its writes are recorded. Every write to a Keras
-variable, tracked or not, goes through `Variable._direct_assign`. While a step runs, this method
-first copies the old value, in the thread of that step only. A healthy step thus copies its small
-state (statistics, seeds, metrics), each once, and nothing else.
+An eager step cannot be inspected before it runs, so its writes are recorded, in its thread only:
 
-Torch itself writes in place. The transaction runs the updates of optimizers, and keeps what they
-write where a step continues after its update. Buffers of torch modules and torch's generators are
-kept before each step, and so is every tensor whose version counter has once shown a write by the
-user's code; in the first steps everything is. Learning rate schedulers and gradient scalers of
-torch are kept when the step first calls them.
+- Variables that Keras writes are kept before their first write, through `WRITES`. So are learning
+  rate schedulers and gradient scalers of torch.
+- Before the step, `StepRun` keeps torch's random generators, attributes of layers, gradients,
+  wrapped optimizers, buffers, and tensors that a step was seen to write past Keras; in the first
+  steps it keeps all tensors of the train state.
+- If the step continues after its update, `keep_updated` keeps weights and slots before it.
+- `Watch` keeps other tensors that the step writes in place after its update.
 
-Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, the only two
-places that write the value of a variable on this backend; there is no public hook.
+So a healthy step mostly copies its small state (statistics, seeds, metrics), each once.
+
+Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, through which a
+layer writes the value of a variable on this backend; there is no public hook. Optimizers write in
+place.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class UndoLog:
         self.kept: dict[int, Kept] = {}
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
+        # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         self._restores: dict[Any, Callable[[], None]] = dict(enumerate(generator_restorers()))
         for tensor in uncounted:
             self.keep(tensor).is_counted = False
@@ -184,6 +187,7 @@ class UndoLog:
             self.created.append((variable.value, keras_variables.read(variable)))
 
     def give_back(self) -> None:
+        """Restore everything."""
         with torch.no_grad():
             for restore in reversed(self._restores.values()):
                 restore()

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import local, settings_of
+from keras_nanguard._backends.torch.modules import local, settings_of, slots_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -100,7 +100,7 @@ class TorchUpdate(Update):
         """Step with the gradients of the original call, which a replay may have dropped since, or
         with its closure.
         """
-        before = {p: set(slots) for p, slots in self._of.state.items()}
+        before = {p: set(slots) for p, slots in slots_of(self._of)}
         settings = settings_of(self._of.param_groups)
         if self.evaluates:
             super().run()

@@ -1,7 +1,7 @@
 """Keeps what a step on torch writes in place after an update, outside of its train state.
 
-A step may continue after its update: with a slow copy of the weights, a clipped weight, or a second
-network. From the first update on, a `TorchDispatchMode` sees each operation before it writes.
+A step may continue after its update, for instance with a slow copy of the weights. From the first
+update on, a `TorchDispatchMode` sees each operation before it writes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Keeps each tensor that the code of a step writes in place, in the undo logs of this thread.
 
     Attributes:
-        found: whether a Keras optimizer has updated that only the body knows, or the step has
+        continues: whether a Keras optimizer has updated that only the body knows, or the step has
             communicated with other processes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = self._is_paused = False
+        self.continues = self._is_paused = False
         self._waiting: contextlib.ExitStack | None = None
 
     def wait(self, stack: contextlib.ExitStack) -> None:
@@ -77,12 +77,12 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def note_update(self) -> None:
         """Note that an optimizer updates."""
         if not self._is_paused:
-            self.found = True
+            self.continues = True
             self.begin()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.found = self.found or func.namespace in COMMUNICATING
+        self.continues = self.continues or func.namespace in COMMUNICATING
         # Gradients that a backward pass adds up are not kept.
         if not self._is_paused and torch._C._current_graph_task_id() == -1:
             for tensor in map(local, tensors_in(written_by(func, args, kwargs))):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -282,3 +284,99 @@ def unknown():
 def test_a_step_that_is_bad_after_its_update(make):
     """Its update is undone."""
     compared(make)
+
+
+class Spike(torch.autograd.Function):
+    """The identity; its gradient is infinite where the batch is bad."""
+
+    @staticmethod
+    def forward(ctx, value, batch):
+        ctx.factor = 1.0 if batch.isfinite().all() else math.inf
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * ctx.factor, None
+
+
+def accumulating(scaler=None):
+    """Adds up the gradients of three steps, with a scaler those of bad batches, too. Of these only
+    the gradient is bad.
+    """
+
+    def make():
+        net, done = network(), []
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch):
+            loss = Spike.apply(loss_of(net, batch.nan_to_num()), batch)
+            (scaler.scale(loss) if scaler else loss).backward()
+            done.extend([batch] if scaler or batch.isfinite().all() else [])
+            if len(done) == 3:
+                done.clear()
+                if scaler:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        return net, [optimizer], step, []
+
+    return make
+
+
+def test_a_bad_gradient_of_a_step_without_an_update():
+    """It is refused at once, and not added up."""
+    compared(accumulating())
+
+
+def test_a_scaler_handles_an_overflow_of_steps_without_an_update():
+    """As without the guard: the update is skipped, the scale falls, and training continues."""
+    ends = []
+    for is_watched in (True, False):
+        scaler = torch.amp.GradScaler("cpu")
+        net, optimizers, step, _ = accumulating(scaler)()
+        if is_watched:
+            assert watched(net, optimizers, step, poisoned())[0].incidents == []
+        else:
+            for batch in poisoned():
+                step(batch)
+        ends.append([*net.parameters(), torch.tensor(scaler.get_scale())])
+    assert all(map(torch.equal, *ends)) and ends[0][-1] < 2.0**16
+
+
+class Replacing(torch.optim.SGD):
+    """Replaces its slots in each update, and has numbers in its state."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["updates"] = self.state.get("updates", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["last"] = p.detach().clone()
+            alive.append(weakref.ref(self.state[p]["last"]))
+
+
+alive: list[weakref.ref] = []
+
+
+def test_slots_that_an_update_replaces():
+    """The guard does not keep old ones, and a refused step restores the numbers of the state."""
+    alive.clear()
+    net = network()
+    optimizer = Replacing(net.parameters(), 0.01)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with (guard := NanGuard(verbose=0)).watch(net, optimizer):
+        run_step = guard.step(step)
+        for batch in poisoned():
+            run_step(batch)
+        gc.collect()
+        assert sum(slot() is not None for slot in alive) <= 2 * len(list(net.parameters()))
+    assert optimizer.state["updates"] == STEPS - len(BAD)

@@ -1,0 +1,111 @@
+"""What is known about the train state of a body on PyTorch: its tensors by role, and what its steps
+have shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keras_nanguard._backends.interface import Learned
+from keras_nanguard._backends.torch.modules import (
+    TensorVariable,
+    buffers_of,
+    local,
+    loose_optimizers,
+)
+from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
+from keras_nanguard._keras.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Facts(Learned):
+    """What the steps of one body have shown. Keys are the `id` of tensors; untracked ones are kept
+    before each step.
+
+    Attributes:
+        steps: their number.
+        stale: whether the train state has to be read again before the next one.
+        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
+            read with the verdict of the next step.
+        continues: whether the body continues after its first update in a way that can make the step
+            bad: with another update, loss or statistic, or because its loss is known at its end
+            only; or in a way in which it must not wait for other processes before. `None` until all
+            optimizers have updated.
+        updated_by: the `id` of the optimizers that have updated.
+        adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
+            kept before each step; `None` until a step has begun with gradients.
+        uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
+    """
+
+    keeps_undo: bool = True
+    steps: int = 0
+    stale: bool = True
+    continues: bool | None = None
+    updated_by: frozenset[int] = frozenset()
+    unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    adds_to_gradients: bool | None = None
+    uncounted: Mapping[int, Any] = field(default_factory=dict)
+
+
+class Parts:
+    """A train state, and the tensors in it by role.
+
+    Args:
+        train_state: the train state.
+        model: its model, whose modules have buffers.
+
+    Attributes:
+        by_site: what updates write: `weights`, `slots`.
+        weights_and_slots: both in one list.
+        updated: the `id` of each of them.
+        other: statistics, frozen weights, seeds and states of recurrent layers.
+        small_state: `other`, and the tensors of metrics.
+        all: all of these tensors.
+        holders: what has a gradient.
+        unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
+            modules included.
+        judged_elsewhere: the `id` of tensors that are not statistics.
+        loose: the optimizers of torch in attributes of the model or its layers that are not among
+            the optimizers of the train state.
+    """
+
+    def __init__(self, train_state: TrainState, model: Any):
+        self.train_state, self._model = train_state, model
+        self.by_site = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
+        self.weights_and_slots = [t for tensors in self.by_site.values() for t in tensors]
+        self.updated = set(map(id, self.weights_and_slots))
+        self.other, metrics = _of(train_state.other), _of(train_state.metrics)
+        self.small_state = [*self.other, *metrics]
+        self.all = [*self.small_state, *self.weights_and_slots]
+        self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
+        settings = (*itertools.chain(*train_state.scales), *train_state.rates)
+        self.judged_elsewhere = self.updated.union(map(id, (*metrics, *_of(settings))))
+        listed = self.updated.union(map(id, self.other))
+        natives = map(keras_variables.native, train_state.unlisted)
+        self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
+        torchs = (v.value for v in train_state.other if isinstance(v, TensorVariable))
+        self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
+        attributes = self.attributes(every=True)
+        self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
+        self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
+
+    def gradients(self) -> list[tuple[str, Any]]:
+        """Return the current gradients, each with the path of its weight."""
+        pairs = zip(self.train_state.trainable, self.holders)
+        return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
+
+    def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return attributes of layers and buffers: tensors, or all, which may become tensors."""
+        if every:
+            layers = self.train_state.layers
+            return [*keras_attributes.attributes_of(layers), *buffers_of(self._model)]
+        return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
+
+
+def _of(variables: Iterable[Any]) -> list[Any]:
+    return [variable.value for variable in variables]
