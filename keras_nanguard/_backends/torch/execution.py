@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,9 +24,6 @@ from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import attributes as keras_attributes, optimizers as keras_optimizers
-
-if TYPE_CHECKING:
-    from keras_nanguard._backends.torch.step import Transaction
 
 
 class StepRun:
@@ -51,7 +48,7 @@ class StepRun:
 
     judged_in_body: Judged | None = None
 
-    def __init__(self, transaction: Transaction, args: Sequence[Any]):
+    def __init__(self, transaction: Any, args: Sequence[Any]):
         self.transaction, self.args, parts = transaction, args, transaction.parts
         self.seen = transaction.intercept()
         self.is_compiled = self.seen.body is not None

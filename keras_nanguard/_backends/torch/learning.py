@@ -7,17 +7,14 @@ Keras, by the version that torch counts for each tensor, and what it does after 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.judging import Judged
 from keras_nanguard._backends.torch.modules import local
-from keras_nanguard._backends.torch.parts import Facts
+from keras_nanguard._backends.torch.parts import Facts, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
-
-if TYPE_CHECKING:
-    from keras_nanguard._backends.torch.step import Transaction
 
 PATIENCE = 100
 """Steps after which an optimizer that has not updated counts as one that never does."""
@@ -33,11 +30,10 @@ class Lesson:
         gradients: `(tensor, its gradient)` that the step finds.
     """
 
-    def __init__(
-        self, transaction: Transaction, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]
-    ):
+    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]):
         self._transaction = transaction
-        self._before, self._parts = transaction.learned, transaction.parts
+        self._before: Facts = transaction.learned
+        self._parts: Parts = transaction.parts
         self._log, self._is_compiled, self._gradients = log, is_compiled, gradients
         watched = self._parts.small_state if self._transaction.stock else self._parts.all
         self._versions = [(t, t._version) for t in watched]
