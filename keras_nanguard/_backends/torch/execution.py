@@ -85,11 +85,15 @@ class StepRun:
         return log
 
     def _restore_gradients(self) -> None:
-        """Restore the gradients of a body that accumulates them; for any other leave none."""
+        """Restore the gradients of a body that accumulates them; for any other leave none. A bad
+        sum, which no later step could correct, is dropped.
+        """
         for tensor in self.transaction.parts.holders:
             tensor.grad = None
-        for tensor, grad in self._gradients:
-            tensor.grad = grad
+        before = [self.log.kept[id(local(grad))].value for _, grad in self._gradients]
+        for (tensor, grad), (nan, infinite, _) in zip(self._gradients, reductions.counts(before)):
+            if not nan + infinite:
+                tensor.grad = grad
 
     def complete(self) -> tuple[Any, Verdict, Facts, list[Report]]:
         """Run the step; commit or refuse it. Return the outputs, `None` if the body raised an

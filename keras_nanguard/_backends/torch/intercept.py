@@ -13,6 +13,7 @@ import torch
 
 from keras_nanguard._backends.torch.modules import tensors_in
 from keras_nanguard._backends.torch.reductions import is_inexact
+from keras_nanguard._backends.torch.undo_log import with_subclasses
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
@@ -196,13 +197,15 @@ def _backward(
 
 
 def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, outputs: Any) -> Any:
-    for seen in inside:
+    for seen in inside if scaler.is_enabled() else ():
         seen.note_losses("scale", outputs)
     return real(scaler, outputs)
 
 
 def _scalers() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    yield torch.amp.GradScaler, {"scale": _scale}
+    for kind in with_subclasses(torch.amp.GradScaler):
+        if "scale" in vars(kind):
+            yield kind, {"scale": _scale}
 
 
 ROOTS = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)

@@ -138,6 +138,8 @@ class UndoLog:
         """Keep which optimizers a gradient scaler has unscaled. Keep its scale, and where it has
         found Inf, only for a replay: a refused step is to lower the scale, perhaps after its end.
         """
+        if not scaler.is_enabled():
+            return
         stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
 
         def restore_stages() -> None:
@@ -220,15 +222,20 @@ def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, va
         undo_log.note_created(variable)
 
 
+def with_subclasses(base: Any) -> Iterator[Any]:
+    """Yield a class and all of its subclasses."""
+    yield base
+    for kind in base.__subclasses__():
+        yield from with_subclasses(kind)
+
+
 def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
     """Yield each class of schedulers and scalers that defines what writes its objects."""
     for base, names, keep in (
         (LRScheduler, ("step",), UndoLog.keep_scheduler),
         (torch.amp.GradScaler, ("unscale_", "step", "update"), UndoLog.keep_scaler),
     ):
-        kinds: list[Any] = [base]
-        for kind in kinds:  # it grows meanwhile
-            kinds += kind.__subclasses__()
+        for kind in with_subclasses(base):
             yield kind, {name: _keeping(keep) for name in names if name in vars(kind)}
 
 

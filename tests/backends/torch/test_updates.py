@@ -380,3 +380,42 @@ def test_slots_that_an_update_replaces():
         gc.collect()
         assert sum(slot() is not None for slot in alive) <= 2 * len(list(net.parameters()))
     assert optimizer.state["updates"] == STEPS - len(BAD)
+
+
+@pytest.mark.parametrize("bad", [(), BAD])
+def test_a_scaler_that_is_not_enabled(bad):
+    """As in code that enables it for float16 only."""
+
+    def make():
+        net, scaler = network(), torch.amp.GradScaler("cpu", enabled=False)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+        def step(batch):
+            optimizer.zero_grad()
+            scaler.scale(Spike.apply(loss_of(net, batch.nan_to_num()), batch)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return net, [optimizer], step, []
+
+    compared(make, bad)
+
+
+def test_a_sum_of_gradients_that_is_bad():
+    """The gradients of rows are added up unnoticed; the next update is refused, and training
+    continues without this sum.
+    """
+    net, done = network(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(batch):
+        losses = (net(batch.nan_to_num()) - 1.0).square()
+        Spike.apply(losses, batch).backward(torch.ones_like(losses))
+        done.append(batch)
+        if len(done) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    guard, _ = watched(net, [optimizer], step, [*poisoned()[:6], *BATCHES[:6]])
+    assert [incident.step for incident in guard.incidents] == [5]
