@@ -238,8 +238,9 @@ class TorchOptimizer:
         """
         state, restore_settings = self.of.state, kept_settings(self.of.param_groups)
         before = _copied(state)
-        values = [v for slots in before.values() if isinstance(slots, dict) for v in slots.values()]
-        values = values if copies else []
+        values = [slots for slots in before.values() if not isinstance(slots, dict)]
+        if copies:
+            values += [slot for _, slots in slots_of(self.of) for slot in slots.values()]
         values = [value for value in values if isinstance(value, torch.Tensor)]
         own = {k: v for k, v in vars(self.of).items() if k not in ("state", "param_groups")}
         numbers = {k: v for k, v in own.items() if type(v) in (int, float)}

@@ -347,11 +347,12 @@ def test_a_scaler_handles_an_overflow_of_steps_without_an_update():
 
 
 class Replacing(torch.optim.SGD):
-    """Replaces its slots in each update, and has numbers in its state."""
+    """Replaces its slots in each update, and has a number and a tensor beside them."""
 
     def step(self, closure=None):
         super().step(closure)
         self.state["updates"] = self.state.get("updates", 0) + 1
+        self.state.setdefault("total", torch.zeros(())).add_(1.0)
         for p in self.param_groups[0]["params"]:
             self.state[p]["last"] = p.detach().clone()
             alive.append(weakref.ref(self.state[p]["last"]))
@@ -375,11 +376,11 @@ def test_slots_that_an_update_replaces():
 
     with (guard := NanGuard(verbose=0)).watch(net, optimizer):
         run_step = guard.step(step)
-        for batch in poisoned():
+        for batch in [BATCHES[0] * math.nan, *poisoned()[1:]]:
             run_step(batch)
         gc.collect()
         assert sum(slot() is not None for slot in alive) <= 2 * len(list(net.parameters()))
-    assert optimizer.state["updates"] == STEPS - len(BAD)
+    assert optimizer.state["updates"] == optimizer.state["total"] == STEPS - len(BAD) - 1
 
 
 @pytest.mark.parametrize("bad", [(), BAD])
