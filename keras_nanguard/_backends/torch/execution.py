@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,9 +91,10 @@ class StepRun:
         """
         for tensor in self.transaction.parts.holders:
             tensor.grad = None
-        before = [self.log.kept[id(local(grad))].value for _, grad in self._gradients]
-        for (tensor, grad), (nan, infinite, _) in zip(self._gradients, reductions.counts(before)):
-            if not nan + infinite:
+        for tensor, grad in self._gradients:
+            before = [self.log.kept[id(local(grad))].value]
+            norms = map(float, reductions.norms(before))
+            if math.isfinite(reductions.norm_of(norms, before)):
                 tensor.grad = grad
 
     def complete(self) -> tuple[Any, Verdict, Facts, list[Report]]:
