@@ -185,9 +185,13 @@ class StepRun:
         if self.log.created:
             transaction.read_parts()
         losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
-        accumulates = seen.noted and not (seen.is_scaled or self._lesson.has_written_weights)
+        accumulates = (
+            not seen.records
+            and seen.noted > 0
+            and not (seen.is_scaled or self._lesson.has_written_weights)
+        )
         found = frozenset(id(local(grad)) for _, grad in self._gradients)
-        ran = Ran(seen, self.log, losses, raised, bool(self.updates), bool(accumulates), found)
+        ran = Ran(seen, self.log, losses, raised, bool(self.updates), accumulates, found)
         return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
 
     def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
