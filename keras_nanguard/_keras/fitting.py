@@ -82,13 +82,28 @@ def callbacks_deferred(callbacks: Any) -> bool:
     """
     if callbacks is None:
         return False
-    stock = keras.callbacks.Callback
     return all(
-        getattr(getattr(c, name), "__func__", None) is getattr(stock, name)
+        _has_default(c, name)
         for c in callbacks.callbacks
         if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
         for name in _OF_A_BATCH
     )
+
+
+def _acts_after_batches(callbacks: Any) -> bool:
+    """Whether a callback of this list does anything at the end of a train batch.
+
+    If none does, Keras still calls each of them, on JAX in another thread. For a small network this
+    takes as long as a step.
+    """
+    ends = ("on_batch_end", "on_train_batch_end")
+    return not all(_has_default(c, name) for c in callbacks.callbacks for name in ends)
+
+
+def _has_default(callback: Any, name: str) -> bool:
+    """Whether a callback has not changed this method of `keras.callbacks.Callback`."""
+    default = getattr(keras.callbacks.Callback, name)
+    return getattr(getattr(callback, name), "__func__", None) is default
 
 
 _TRAINERS = ("fit", "evaluate", "predict")
@@ -210,8 +225,11 @@ class Fit:
     def _watched(self, name: str) -> Callable[..., Any]:
         find, cut_short, around = self._list, self._cut_short, self._around.get(name)
         plain = getattr(type(find()), name)
+        may_be_idle = plain is keras.callbacks.CallbackList.on_train_batch_end
 
         def hook(*args: Any, **kwargs: Any) -> Any:
+            if may_be_idle and not _acts_after_batches(find()):
+                return None
             try:
                 with around(*args, **kwargs) if around is not None else nullcontext():
                     return plain(find(), *args, **kwargs)

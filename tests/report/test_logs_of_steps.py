@@ -315,3 +315,33 @@ def test_skipped_batches_are_not_steps():
     skips = keras.callbacks.LambdaCallback(on_epoch_begin=skip)
     history, _ = trained((), guard, skips, epochs=3)
     assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
+
+
+@pytest.mark.skipif(zoo.BACKEND != "jax", reason="only there Keras has a thread for callbacks")
+def test_no_thread_for_callbacks_that_do_nothing(monkeypatch):
+    """Keras passes the end of each batch to another thread, whether or not a callback acts then."""
+    passed = []
+    dispatch = keras.callbacks.CallbackList._async_dispatch
+
+    def noting(self, *args):
+        passed.append(args)
+        dispatch(self, *args)
+
+    monkeypatch.setattr(keras.callbacks.CallbackList, "_async_dispatch", noting)
+    data = zoo.regression()
+    zoo.fit(zoo.plain(), data)
+    assert len(passed) == data.batches
+    zoo.fit(zoo.plain(), data, NanGuard(verbose=0))
+    assert len(passed) == data.batches
+
+
+def test_a_callback_may_begin_to_act_in_training():
+    """Methods that are set on an instance later are called, as in Keras."""
+    seen, late = [], keras.callbacks.Callback()
+
+    def begin(epoch, logs):
+        late.on_batch_end = lambda batch, logs=None: seen.append(batch)
+
+    data = zoo.regression()
+    zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.LambdaCallback(on_epoch_begin=begin), late)
+    assert seen == list(range(data.batches))

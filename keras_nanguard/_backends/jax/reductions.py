@@ -28,8 +28,10 @@ except ImportError:  # before JAX 0.6
 OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, jnp.maximum)
 """The operations for the rules of the transaction."""
 
-LARGE = 1 << 16
-"""Elements above which an array is summed separately rather than joined with others."""
+LARGE = 1 << 12
+"""Elements above which an array is summed separately: copying it to join it with others takes
+longer than another reduction.
+"""
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
