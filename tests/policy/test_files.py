@@ -16,7 +16,6 @@ from support.public_api import listed
 
 import keras_nanguard
 from keras_nanguard import Finding, NanGuard, Policy, PolicyError
-from keras_nanguard._policy.documents import parsed
 from keras_nanguard.actions import ACTIONS, Clip, LowerLr
 
 FOLDER = Path(keras_nanguard.__file__).parent / "policies"
@@ -263,7 +262,7 @@ def test_a_value_of_a_wrong_type_is_one_problem(problem):
 def test_what_a_parser_says_about_a_long_text_is_cut_cleanly():
     """The reason is a sentence of limited length, without half of a bracket or a quote."""
     with pytest.raises(PolicyError) as caught:
-        parsed("version: 2\n? [a]\n: " + "1" * 5000, ".yaml")
+        loaded("version: 2\n? [a]\n: " + "1" * 5000, ".yaml")
     assert "characters" not in str(caught.value) and "..." not in str(caught.value)
     assert str(caught.value).endswith(" Correct the file.") and len(str(caught.value)) < 450
 
