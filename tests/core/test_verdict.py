@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from keras_nanguard import Finding
+from keras_nanguard._backends import current
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
-from keras_nanguard._keras.layers import named_outputs
-from keras_nanguard._keras.losses import logged_losses, predicted
+from keras_nanguard._fit.agreement import Agreement
 
 NAN, INF = math.nan, math.inf
 FINE = Verdict(False, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0)
@@ -116,21 +116,10 @@ def test_a_report_of_a_step_that_is_finite_has_no_findings():
     assert Report(FINE, (), ()).left_by_previous is False
 
 
-def test_the_losses_among_the_logs():
-    """`loss` alone if there is one, else all names that end in it, else nothing."""
-    assert logged_losses({"loss": 1, "d_loss": 2, "accuracy": 3}) == {"loss": 1}
-    assert logged_losses({"d_loss": 2, "g_loss": 4, "accuracy": 3, "lossy": 5}) == {"d_loss": 2, "g_loss": 4}
-    assert logged_losses({0: 1}) == {} and logged_losses(None) == {} and logged_losses(3.0) == {}
-
-
-def test_the_prediction_among_the_arguments_of_compute_loss():
-    """By position, by name, or missing; Keras passes `None` if there is none."""
-    assert predicted(("x", "y", "p", "w"), {}) == "p"
-    assert predicted(("x",), {"y_pred": "p", "y": "y"}) == "p"
-    assert predicted((), {"x": "x", "y": "y"}) is None
-
-
-def test_outputs_have_the_names_of_the_model_as_far_as_it_has_some():
-    model = SimpleNamespace(output_names=["a", "b"])
-    assert named_outputs(model, [1, 2, 3]) == [("a", 1), ("b", 2), ("output_2", 3)]
-    assert named_outputs(object(), [1]) == named_outputs(SimpleNamespace(output_names=None), [1]) == [("output_0", 1)]
+def test_a_bad_loss_scale_is_seen_by_all_processes(monkeypatch):
+    """The scale is a number that all of them compute, so its incident does not wait for others."""
+    monkeypatch.setattr(current, "host", lambda: SimpleNamespace(SPREADS_ARRAYS=True))
+    agreement = Agreement()
+    agreement.count = 2
+    assert agreement.all_see(FINE) and not agreement.all_see(FINE._replace(weights=NAN))
+    assert agreement.all_see(FINE._replace(scale=-1.0))

@@ -1,17 +1,18 @@
 """Targets that a loss does not accept are the cause only if the run would not fail without them."""
 
+import functools
+
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_nanguard import NanGuard, diagnose
-from keras_nanguard._keras.losses import rejected
 
 LABELS = (np.random.default_rng(0).standard_normal((128, 8)).astype("float32")[:, :1] > 0).astype("float32")
 ABOVE, BELOW = np.float32(1.0000001), np.float32(-1e-8)
 
 
+@functools.cache
 def fitted(rate, low, high, loss, epochs=3):
     """Train a classifier on labels of these two values; return its incidents, and the loss before it."""
     keras.utils.set_random_seed(0)
@@ -51,24 +52,6 @@ def test_targets_that_are_off_by_rounding_are_healthy():
     x = np.ones((16, 8), "float32")
     assert diagnose(model, x, LABELS[:16] * ABOVE).diagnosis.cause == "unknown"
     assert diagnose(model, x, LABELS[:16] * 1.01).diagnosis.cause == "target_out_of_range"
-
-
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-def test_mixtures_in_the_dtype_of_the_targets_are_accepted(dtype):
-    """Label smoothing and mixup in any dtype, of up to four labels; but nothing beyond a few ulp."""
-    loss, shares = keras.losses.BinaryCrossentropy(), np.random.default_rng(0).dirichlet(np.ones(4), 200)
-    mixed = shares.astype(dtype).cumsum(axis=1, dtype=dtype)
-    assert rejected(loss, np.concatenate([mixed, 1 - mixed]), 4) is None
-    ulp = float(ml_dtypes.finfo("float32" if dtype == "float64" else dtype).eps)
-    wrong = np.array([[0.0], [1.0], [1.0 + 8 * ulp], [-8 * ulp]], dtype)
-    found = rejected(loss, wrong, 1)
-    assert found.rows == (2, 3)
-    assert np.array_equal(found.valid.ravel(), [0.0, 1.0, 1.0, 0.0])
-
-
-def test_a_class_index_is_exact():
-    found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 3, -1, 2]), 3)
-    assert found.rows == (1, 2) and found.valid.tolist() == [0, 0, 0, 2]
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
