@@ -12,8 +12,7 @@ import sys
 import h5py
 import numpy as np
 import pytest
-
-from keras_nanguard.__main__ import main
+from support.command_line import main
 
 CLEAN, FOUND, MISUSE = 0, 1, 2
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

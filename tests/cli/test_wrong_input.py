@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import zoo
+from support.command_line import main
 
 from keras_nanguard import GuardError, repair
-from keras_nanguard.__main__ import main
 
 MISUSE = 2
 

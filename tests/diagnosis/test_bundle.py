@@ -244,7 +244,7 @@ def test_a_missing_custom_layer_is_named(own_layer):
 
 
 def test_the_command_line_imports_custom_layers(own_layer, tmp_path, monkeypatch, capsys):
-    from keras_nanguard.__main__ import main
+    from support.command_line import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -287,7 +287,7 @@ def test_an_unknown_way_to_run_is_refused(overflow, arguments):
 
 
 def test_the_command_line_runs_a_bundle_again(overflow, capsys):
-    from keras_nanguard.__main__ import main
+    from support.command_line import main
 
     assert main(["replay", overflow[1].bundle, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["result"] == "bad"

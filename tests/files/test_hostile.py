@@ -13,9 +13,9 @@ import h5py
 import numpy as np
 import pytest
 from support import zoo
+from support.command_line import main
 
 from keras_nanguard import FileFormatError, repair, scan
-from keras_nanguard.__main__ import main
 
 zoo.once()
 

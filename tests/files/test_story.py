@@ -3,9 +3,9 @@
 import json
 
 import numpy as np
+from support.command_line import main
 
 from keras_nanguard import recalibrate, repair, scan
-from keras_nanguard.__main__ import main
 
 
 def ruin(backbone, nan, huge):

@@ -1,5 +1,6 @@
 """Errors of writing a recording are reported, and neither block nor stop anything else."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -53,27 +54,24 @@ def test_a_path_that_cannot_be_inspected(tmp_path):
     assert "name too long" in made.problem()
 
 
-def test_a_lack_of_memory_is_told_after_the_fit(tmp_path, monkeypatch):
-    """Closing the file does not hide it."""
-    made = begun(tmp_path)
-    with monkeypatch.context() as short:
-        short.setattr(made, "_fold", lambda: [0] * sys.maxsize)
-        made._work(0.0)
-    made.end("finished", 0, 0)
-    assert "MemoryError" in made.problem()
+@contextlib.contextmanager
+def failing(where, name, error=MemoryError):
+    """A function or class raises this error."""
 
+    def fails(*args, **kwargs):
+        raise error
 
-def fails(*args, **kwargs):
-    raise MemoryError
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(where, name, fails)
+        yield
 
 
 @pytest.mark.parametrize("method", ["note", "_fold"])
-def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
+def test_a_lack_of_memory_in_a_step(tmp_path, method):
     """Told once, nothing is written until the next fit, which writes all and tells new ones."""
     made = begun(tmp_path, steps=3)
     assert flushed(made)
-    with monkeypatch.context() as short:
-        short.setattr(made, method, fails)
+    with failing(made, method):
         made._due = 0.0
         made.push(3, 1.0, 1.0, 1.0)
     assert made.problem() == "recording.sqlite is not written: MemoryError" and made.problem() == ""
@@ -84,8 +82,7 @@ def test_a_lack_of_memory_in_a_step(tmp_path, monkeypatch, method):
     push(made, 5)
     assert flushed(made)
     same(made.recording, Recording.read(tmp_path))
-    with monkeypatch.context() as other:
-        other.setattr(Memory, "unwritten", lambda self: 1 / 0)
+    with failing(made, method, ZeroDivisionError("division by zero")):
         made._due = 0.0
         made.push(5, 1.0, 1.0, 1.0)
     assert made.problem() == "recording.sqlite is not written: division by zero"
@@ -110,27 +107,25 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_lack_of_memory_between_two_steps(tmp_path, monkeypatch, call):
-    """Training goes on, the reason is told, and the next fit writes what is in memory."""
+def test_a_lack_of_memory_between_two_steps(tmp_path, call):
+    """Training goes on, the reason is told after it, and the next fit writes what is in memory."""
     made = begun(tmp_path, steps=3)
-    with monkeypatch.context() as short:
-        short.setattr(Memory, "run", fails)
+    with failing(Memory, "run"):
         CALLS[call](made)
-    assert made.problem() == "recording.sqlite is not written: MemoryError"
     made.end("finished", 3, 0)
+    assert made.problem() == "recording.sqlite is not written: MemoryError"
     another_fit(made, tmp_path)
     assert made.problem() == ""
     same(made.recording, Recording.read(tmp_path))
 
 
 @pytest.mark.parametrize("what", ["Memory", "Writer"])
-def test_an_earlier_recording_that_cannot_be_continued(tmp_path, monkeypatch, what):
+def test_an_earlier_recording_that_cannot_be_continued(tmp_path, what):
     """Without memory for it, or a thread, the run goes on, and the file keeps the earlier one."""
     first = begun(tmp_path, steps=10)
     first.end("finished", 10, 0)
     made = Recorder()
-    with monkeypatch.context() as short:
-        short.setattr(recording_module, what, fails)
+    with failing(recording_module, what):
         made.begin({}, scaled=True, path=tmp_path / NAME)
     push(made, 5)
     made.end("finished", 5, 0)
@@ -185,18 +180,14 @@ def test_values_of_any_kind(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["__init__", "write"])
-def test_an_error_of_any_kind(tmp_path, monkeypatch, when):
+def test_an_error_of_any_kind(tmp_path, when):
     """Any error in the writing thread becomes the reason, and blocks nothing."""
-
-    def fails(*args):
-        raise RuntimeError("of another kind")
-
-    monkeypatch.setattr(File, when, fails)
-    made = begun(tmp_path, steps=5)
-    assert not flushed(made) and len(made.recording) == 5
-    assert made.problem() == "recording.sqlite is not written: of another kind"
-    assert made.problem() == ""
-    made.end("finished", 5, 0)
+    with failing(File, when, RuntimeError("of another kind")):
+        made = begun(tmp_path, steps=5)
+        assert not flushed(made) and len(made.recording) == 5
+        assert made.problem() == "recording.sqlite is not written: of another kind"
+        assert made.problem() == ""
+        made.end("finished", 5, 0)
 
 
 def test_locked_for_long(tmp_path, set_limit):

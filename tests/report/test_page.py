@@ -13,11 +13,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from support.command_line import main
 from support.recordings import HOSTILE, incidents_of, run_of, synthetic, written
 
 import keras_nanguard
 from keras_nanguard import Diagnosis, Incident, Recording
-from keras_nanguard.__main__ import main
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder

@@ -6,9 +6,9 @@ import keras
 import pytest
 from keras import layers
 from support import zoo
+from support.command_line import main
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard.__main__ import main
 
 LATE = {"name": "late", "site": "loss", "after": 20, "do": "stop"}
 EMBEDDING = {"name": "embedding", "site": "gradients", "layer": "embed*", "do": "warn"}

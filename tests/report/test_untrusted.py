@@ -15,11 +15,11 @@ from hypothesis import example, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from rich.console import Console
 from support import recordings
+from support.command_line import main
 
 from campaigns.fuzz_files import sqlite
 from campaigns.fuzz_recipes import json_text
 from keras_nanguard import FileFormatError, GuardError, Incident, Recording
-from keras_nanguard.__main__ import main
 from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads, markdown_text
 from keras_nanguard._report import cards, console, files, html, terminal
 from keras_nanguard._report.shown import ShownRun

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
+from support.command_line import main
 from support.recordings import run_of, synthetic, written
 
 from keras_nanguard import Recording
-from keras_nanguard.__main__ import main
 from keras_nanguard._recording import database
 from keras_nanguard._report import files, terminal
 
