@@ -173,6 +173,19 @@ def _unhurried(set_limit: Callable[[str, float], None]):
 
 
 @pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch, set_limit: Callable[[str, float], None]):
+    """`room(size)` sets the free memory, in bytes, or to what a function returns; every copy is checked."""
+    set_limit("bytes that are allocated unchecked", -1)
+    set_limit("bytes that are left free", 0)
+
+    def leave(size: float | Callable[[], float]) -> None:
+        free = size if callable(size) else lambda: size
+        monkeypatch.setattr("keras_nanguard._core.memory.room", lambda root=None: free())
+
+    return leave
+
+
+@pytest.fixture
 def snapshots_kept(monkeypatch: pytest.MonkeyPatch):
     """A guard keeps its snapshots after the fit, for tests that read them."""
     monkeypatch.setattr("keras_nanguard._fit.snapshots.Ring.close", lambda ring: None)

@@ -70,18 +70,6 @@ class TestRoom:
         assert not memory.is_exhausted(OSError(28, "No space left on device"))
 
 
-@pytest.fixture
-def room(monkeypatch, set_limit):
-    """Sets the free memory, in bytes; every copy is checked."""
-    set_limit("bytes that are allocated unchecked", -1)
-    set_limit("bytes that are left free", 0)
-
-    def leave(size):
-        monkeypatch.setattr(memory, "room", lambda root=None: size() if callable(size) else size)
-
-    return leave
-
-
 def trained(guard, bad=(), build=zoo.plain, epochs=1):
     data = zoo.regression(batches=20)
     for step in bad:

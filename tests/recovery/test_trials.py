@@ -337,17 +337,26 @@ def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
     assert found == list(ran) and replay.rollbacks == 0
 
 
-def test_an_exception_while_steps_are_run_again_loses_no_incident(monkeypatch):
+class Interrupted(keras.Sequential):
+    """Is interrupted in its twelfth step, the first one that is replayed."""
+
+    steps = 0
+
+    def compute_loss(self, *given, **named):
+        self.steps += 1
+        if self.steps == 12:
+            raise KeyboardInterrupt
+        return super().compute_loss(*given, **named)
+
+
+def test_an_exception_while_steps_are_run_again_loses_no_incident():
     """After Ctrl-C during a replay, the incident that caused the replay is still reported."""
-    guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0)
-
-    def interrupt(self, rerun):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Replay, "run", interrupt)
+    guard = NanGuard(rules=[BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0, diagnose=False)
     data = zoo.regression()
     data.y[10 * zoo.BATCH] = 1e38  # the update overflows, the data is finite
+    model = Interrupted([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile(optimizers.SGD(0.01), "mse", run_eagerly=True)
     with pytest.raises(KeyboardInterrupt):
-        zoo.run(lambda: zoo.plain(optimizers.SGD(0.01)), data, guard=guard, epochs=1)
+        zoo.fit(model, data, guard)
     assert [i.outcomes[0].action for i in guard.incidents] == ["rollback"]
     assert [event.kind for event in guard.recording.events if event.kind == "incident"] == ["incident"]

@@ -31,10 +31,10 @@ class Failing:
         self.real(variable, array)
 
 
-def trained(monkeypatch, error, at, *do, room=True, **arguments):
+def trained(monkeypatch, error, at, *do, room=None, **arguments):
     """Train with three bad batches in a row; the writes of the rollback fail at some calls.
 
-    Without `room` no copy fits into memory from the bad batches on.
+    With the fixture `room` no copy fits into memory from the bad batches on.
     """
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(4, name=name) for name in "ab"]
@@ -48,8 +48,8 @@ def trained(monkeypatch, error, at, *do, room=True, **arguments):
         on_train_batch_begin=lambda batch, logs: setattr(failing, "armed", batch >= BAD.start)
     )
     monkeypatch.setattr(keras_variables, "write", failing)
-    has_room = "keras_nanguard._core.memory.room_for"
-    monkeypatch.setattr(has_room, lambda size: room or not failing.armed)
+    if room:
+        room(lambda: 0 if failing.armed else np.inf)
     options = {"snapshot": {"every": 20, "verify_after": 1}, **arguments}
     guard = NanGuard(rules=rules(*do), verbose=0, diagnose=False, **options)
     ended = None
@@ -107,18 +107,18 @@ def test_state_that_cannot_be_put_back_ends_training(monkeypatch):
     assert "load a checkpoint" in str(ended)
 
 
-def test_without_room_for_a_copy_a_rollback_is_completed(monkeypatch):
+def test_without_room_for_a_copy_a_rollback_is_completed(monkeypatch, room):
     """If the old state cannot be copied, an interrupt is raised after the rollback is complete."""
     interrupt = KeyboardInterrupt()
-    model, _, after, ended = trained(monkeypatch, interrupt, {3}, "rollback", room=False)
+    model, _, after, ended = trained(monkeypatch, interrupt, {3}, "rollback", room=room)
     assert isinstance(ended, KeyboardInterrupt)
     assert same(model.get_weights(), after[19])
 
 
-def test_rollback_from_disk_is_completed(monkeypatch, tmp_path):
+def test_rollback_from_disk_is_completed(monkeypatch, room, tmp_path):
     """A snapshot that is only in files is read again after an interrupt."""
     snapshot = {"every": 20, "verify_after": 1, "storage": "disk"}
-    options = {"room": False, "directory": tmp_path, "snapshot": snapshot}
+    options = {"room": room, "directory": tmp_path, "snapshot": snapshot}
     model, _, after, ended = trained(monkeypatch, KeyboardInterrupt(), {1}, "rollback", **options)
     assert isinstance(ended, KeyboardInterrupt)
     assert same(model.get_weights(), after[19])
