@@ -32,6 +32,9 @@ if BACKEND == "tensorflow":  # which remembers no batches of several steps per e
     MODES["compiled"] = {"jit_compile": False}
 if BACKEND == "torch":
     MODES = {"torch": {"jit_compile": False}}
+PLAIN = {"jit_compile": BACKEND == "jax"}
+"""How most tests compile: not at all on JAX would take longest, and XLA on TensorFlow rounds otherwise."""
+
 DAILY = ("compiled",) if BACKEND == "tensorflow" else ("torch", "xla")
 """Modes of the normal run. On TensorFlow the host takes the batches in the same way with XLA."""
 
@@ -91,7 +94,7 @@ def known_at(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
 
 def check(known):
     """Train on the batches with stock Keras, from the snapshot, and compare."""
-    model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(jit_compile=False)
+    model = network(run_eagerly=True) if BACKEND == "tensorflow" else network(**PLAIN)
     model.optimizer.build(model.trainable_variables)
     variables = TrainState.of(model).restorable
     for variable, value in zip(variables, known.start, strict=True):
@@ -122,14 +125,14 @@ def test_refused_steps_are_not_among_them(mode):
 
 
 def test_the_last_batch_of_an_epoch_is_smaller():
-    known = known_at(network(jit_compile=False), *data(43), steps=14, batch_size=BATCH)
+    known = known_at(network(**PLAIN), *data(43), steps=14, batch_size=BATCH)
     assert [len(batch[0]) for (batch,) in known.batches] == [8, 8, 8, 8, 8, 3, 8, 8, 8, 8, 8, 3, 8, 8]
     check(known)
 
 
 def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     back = {"name": "back", "after": 2, "do": "rollback"}
-    model = network(jit_compile=False)
+    model = network(**PLAIN)
     known = known_at(model, *data(), steps=(12, 13, 17, 19), rules=[back], every=10, batch_size=BATCH)
     assert known.snapshot.step == 10
     assert known.steps == (14, 15, 16, 18)
@@ -139,7 +142,7 @@ def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
 @pytest.mark.requires_backend("torch", "tensorflow", reason="on JAX a callback cannot write weights during fit")
 def test_a_replayed_step_is_among_them():
     """Its batch is good if another callback has written NaN into the weights before it."""
-    model, found = network(jit_compile=False), []
+    model, found = network(**PLAIN), []
 
     class Spoil(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -210,7 +213,7 @@ def test_a_buffer_that_is_written_over_does_not_change_them():
             inputs[:], targets[:] = x[row : row + BATCH], y[row : row + BATCH]
             yield inputs, targets
 
-    model = network(jit_compile=False)
+    model = network(**PLAIN)
     known = known_at(model, batches(), steps=12, epochs=1, steps_per_epoch=20)
     check(known)
     assert len(known.batches) == 12
@@ -219,7 +222,7 @@ def test_a_buffer_that_is_written_over_does_not_change_them():
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in jax/test_step.py")
 def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
     x, y = data()
-    model, found = network(jit_compile=False), []
+    model, found = network(**PLAIN), []
 
     def look(incident):
         recent = guard.session.run.recent

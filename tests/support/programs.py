@@ -37,6 +37,10 @@ class Program:
         zoo.supported(zoo.MODES[mode])
         return zoo.run(lambda: self.build(**zoo.MODES[mode]), data, guard=guard, **self.fit)
 
+    def again(self, run: zoo.Run, data: zoo.Data, guard: Any) -> zoo.Run:
+        """Train the model of a run for two more epochs."""
+        return zoo.trained(run.model, data, guard=guard, **self.fit)
+
 
 PROGRAMS: dict[str, Program] = {}
 

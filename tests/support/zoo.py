@@ -256,15 +256,26 @@ def run(
     rewritten: bool = False,
     **more: Any,
 ) -> Run:
-    """Build a model from a fixed seed and train it, guarded if a `NanGuard` is given (`True`: a
-    default one).
+    """Build a model from a fixed seed, and train it as `trained`."""
+    keras.utils.set_random_seed(0)
+    return trained(build(), data, guard=guard, epochs=epochs, rewritten=rewritten, **more)
+
+
+def trained(
+    model: Any,
+    data: Any,
+    *,
+    guard: Any = None,
+    epochs: int = 2,
+    rewritten: bool = False,
+    **more: Any,
+) -> Run:
+    """Train a model from a fixed seed, guarded if a `NanGuard` is given (`True`: a default one).
 
     With `guard="undiagnosed"` there is no diagnosis, which does not change a run
     (tests/diagnosis/test_untouched.py), but may take half of its time if batches are bad. Graphs
     run `as_written`, or rewritten by TensorFlow if `rewritten`.
     """
-    keras.utils.set_random_seed(0)
-    model = build()
     keras.utils.set_random_seed(1)
     guard = NanGuard(verbose=0, diagnose=guard is True) if guard in (True, "undiagnosed") else guard
     callbacks = [*([guard] if guard is not None else []), *more.pop("callbacks", [])]

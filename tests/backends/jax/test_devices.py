@@ -52,7 +52,7 @@ def test_refused_on_all_devices(on_devices, what):
 def test_rolled_back_on_all_devices(on_devices, what):
     """The arrays of a rollback have their original placement."""
     found = on_devices[what]
-    assert found["outcomes"] == [["skip"], ["skip"], ["rollback"]]
+    assert found["outcomes"] == [["skip"], ["skip"], ["rollback", "lower_lr"]]
     assert found["finite"]
     assert found["same place"]
 
