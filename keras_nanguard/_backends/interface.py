@@ -400,9 +400,9 @@ class Session(Protocol):
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""
 
-    def note_without_effect(self, whose: str | None) -> None:
-        """Count a step after the end of training; `whose`: what a loop that does not end has to ask
-        whether training has `stopped`, `None` for a loop of Keras.
+    def say_without_effect(self, whose: str) -> None:
+        """Print once that a loop continues after the end of training; `whose`: what it has to ask
+        whether training has `stopped`.
         """
 
     def end(self) -> None:

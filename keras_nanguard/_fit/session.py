@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
-from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
@@ -63,7 +62,6 @@ class Session:
         self.start = Start(run)
         self.guard_state: GuardState | None = None
         self._generators: Any = None
-        self._without_effect = 0  # steps since the policy has ended training
 
     # Before a step
 
@@ -283,20 +281,13 @@ class Session:
         self.finished = False
         self.incidents.of_error(error)
 
-    def note_without_effect(self, whose: str | None) -> None:
-        """Count a step after the end of training, and tell a loop that does not end after 1, 10,
-        100, ... of them.
-
-        Args:
-            whose: what the loop has to ask whether training has `stopped`; `None` for a loop of
-                Keras, which ends.
+    def say_without_effect(self, whose: str) -> None:
+        """Print once that a loop continues after the end of training; `whose`: what it has to ask
+        whether training has `stopped`.
         """
-        self._without_effect += 1
-        if whose is not None and str(self._without_effect).strip("0") == "1":
-            self.run.say(
-                f"NanGuard: training has ended, so {times(self._without_effect, 'step')} since then"
-                f" had no effect. End the loop if {whose}.stopped is true."
-            )
+        remedy = f"End the loop if {whose}.stopped is true."
+        line = f"NanGuard: training has ended, so steps since then have no effect. {remedy}"
+        self.run.say_once("steps without effect", line)
 
     def seen_outside(
         self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True

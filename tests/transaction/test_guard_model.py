@@ -83,7 +83,7 @@ def test_table_at_the_end(capsys):
 
 @pytest.mark.parametrize("by", ["model", "list"])
 def test_steps_after_the_end_of_training(by, capsys):
-    """A loop is told, ever less often, that its steps have no effect; `fit` ends."""
+    """A loop is told once that its steps have no effect; `fit` ends."""
     guard = NanGuard("stop", diagnose=False)
     inputs = keras.Input((6,))
     model = (NanGuardModel if by == "model" else keras.Model)(inputs, layers.Dense(1)(inputs))
@@ -103,8 +103,8 @@ def test_steps_after_the_end_of_training(by, capsys):
     zoo.assert_same(model.get_weights(), weights)
     lines = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
     name = "model.nanguard" if by == "model" else "guard"
-    rest = f"since then had no effect. End the loop if {name}.stopped is true."
-    assert lines == [f"NanGuard: training has ended, so {count} {rest}" for count in ("1 step", "10 steps")]
+    remedy = f"End the loop if {name}.stopped is true."
+    assert lines == [f"NanGuard: training has ended, so steps since then have no effect. {remedy}"]
     model.fit(np.tile(x * np.nan, (4, 1)), np.tile(y, (4, 1)), batch_size=8, verbose=0, callbacks=[guard])
     assert "no effect" not in capsys.readouterr().out
 

@@ -255,7 +255,7 @@ class LoopStep(StateAccess):
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one step; return its outputs. After the end of training it has no effect."""
         if self.run.stopped:
-            self.session.note_without_effect("guard")
+            self.session.say_without_effect("guard")
             with undone(self.run):
                 return self._execute(args, kwargs)[0]
         outputs, verdict = self._execute(args, kwargs)

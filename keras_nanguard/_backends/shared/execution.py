@@ -110,11 +110,11 @@ class GuardedExecution(StateAccess):
         return self.session.logs.shown
 
     def _say_without_effect(self) -> None:
-        """Note a step after the end of training. Keras ends its own loop."""
+        """Tell a loop that continues after the end of training. Keras ends its own."""
         if self.state == "lasting":
-            self.session.note_without_effect("model.nanguard")
-        else:
-            self.session.note_without_effect(None if self.in_use(strictly=True) else "guard")
+            self.session.say_without_effect("model.nanguard")
+        elif not self.in_use(strictly=True):
+            self.session.say_without_effect("guard")
 
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: Keras needs logs before it stops, those of the last step."""

@@ -439,7 +439,7 @@ def test_steps_of_a_loop_after_the_end_of_training(compiled, capsys):
             assert np.isfinite(float(loss))
     assert guard.stopped and guard.session.run.counts.step == 2
     zoo.assert_same(jax.tree_util.tree_leaves(before), jax.tree_util.tree_leaves(state))
-    assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
+    assert capsys.readouterr().out.count("steps since then have no effect. End the loop if guard.stopped") == 1
 
 
 @pytest.mark.parametrize("compiled", [True, False])

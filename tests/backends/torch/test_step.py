@@ -204,7 +204,7 @@ def test_steps_after_the_end_of_training(capsys):
     assert all(map(torch.equal, before, model.state_dict().values()))
     after = [slot["momentum_buffer"] for slot in optimizer.state.values()]
     assert all(map(torch.equal, slots, after))
-    assert capsys.readouterr().out.count("1 step since then had no effect. End the loop if guard.stopped") == 1
+    assert capsys.readouterr().out.count("steps since then have no effect. End the loop if guard.stopped") == 1
 
 
 def test_infinite_mask_is_not_an_incident():
