@@ -373,8 +373,8 @@ class Session(Protocol):
         """The logs of the fit."""
 
     @property
-    def pending(self) -> str:
-        """What is due before the next execution, `""` for nothing."""
+    def pending(self) -> bool:
+        """Whether anything is due before the next execution."""
 
     @property
     def may_run_ahead(self) -> bool:

@@ -9,15 +9,21 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Incident, Lowered, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.batchnorm import initial_statistics, learning
+from keras_nanguard._fit.batchnorm import (
+    estimated_statistics,
+    initial_statistics,
+    learning,
+    runs_alone,
+)
 from keras_nanguard._fit.rates import Lowering, Rate
-from keras_nanguard._fit.rollback import ActionContext, Restored
+from keras_nanguard._fit.rollback import ActionContext
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -39,12 +45,14 @@ class Done(NamedTuple):
 
     Attributes:
         text: what was done, in words.
-        restored: what restoring a snapshot has undone, `None` if none was restored.
+        restored: whether a snapshot was restored.
+        rerun: the steps to replay from it, or `None`.
         lowered: the learning rates that were lowered.
     """
 
     text: str
-    restored: Restored | None = None
+    restored: bool = False
+    rerun: Rerun | None = None
     lowered: Sequence[Lowered] = ()
 
 
@@ -53,13 +61,12 @@ class Performer(NamedTuple):
 
     Attributes:
         perform: performs it; returns what was done, or raises `NotDoneError`.
-        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`;
-            `"parts"`; or `"estimates"`, statistics that are re-estimated from the next batches. An
-            action that ends training writes `"nothing"`, because no step follows.
+        writes: which weights, statistics and slots it writes: `"nothing"`, a whole `"snapshot"` or
+            `"parts"`. An action that ends training writes `"nothing"`, because no step follows.
     """
 
     perform: Callable[[ActionContext, Parameters], Done]
-    writes: Literal["nothing", "snapshot", "parts", "estimates"]
+    writes: Literal["nothing", "snapshot", "parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int) -
     context = ActionContext(run, incident, report, replays, _rates(run) if lowers else {})
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
-    restored = [one.restored for one in done if one.restored is not None]
+    restored = [one for one in done if one.restored]
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
         outcomes=tuple(outcome for outcome, _ in results),
@@ -118,7 +125,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
         return Outcome(name, "skipped", str(reason)), None
     except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if performer.writes in ("parts", "estimates"):
+    if performer.writes == "parts":
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
@@ -140,16 +147,16 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
     rerun = context.since(snapshot) if p["replay_steps"] else None
-    restored = context.restore(snapshot, rerun, reseed=rerun is None)
+    undone = context.restore(snapshot, rerun, reseed=rerun is None)
     skip = int(p["skip_batches"])
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
-        return Done(f"{back}{also}; {times(len(rerun.batches), 'later step')} replayed", restored)
-    undone = restored.undone
+        again = f"{times(len(rerun.batches), 'later step')} replayed"
+        return Done(f"{back}{also}; {again}", restored=True, rerun=rerun)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return Done(f"{back}; {lost}{also}", restored)
+    return Done(f"{back}; {lost}{also}", restored=True)
 
 
 def _lower_lr(context: ActionContext, p: Parameters) -> Done:
@@ -172,8 +179,11 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
         run.rebuild(undo)
     diverged = any(f.kind == "divergence" for f in incident.findings)
     diverged |= run.recovery.lowering.diverged or "divergence" in incident.causes
-    at = (run.step, run.counts.committed)
-    run.recovery.lowering = Lowering(diverged, at, 0 if diverged else p["recover_after"])
+    run.recovery.lowering = Lowering(
+        diverged=diverged,
+        at=run.counts.committed,
+        recover_after=0 if diverged else p["recover_after"],
+    )
     rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
     return Done(f"learning rate of {rates}", lowered=changed)
 
@@ -292,14 +302,17 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
 
 
 def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
-    run, batches = context.run, p["batches"]
-    layers = learning(run.model)
+    run = context.run
+    layers, batches = learning(run.model), run.recent.last(p["batches"])
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
-    write_all(initial_statistics(layers))
-    run.recovery.estimate(run.model, batches)
-    what = f"the statistics of {len(layers)} layers"
-    return Done(f"re-estimating {what} over the next {batches} batches")
+    if processes.count() > 1 or not runs_alone(run.model):
+        raise NotDoneError("the model is trained by several devices")
+    if not batches:
+        raise NotDoneError("no batch is in memory")
+    write_all(estimated_statistics(run, layers, batches))
+    what, steps = times(len(layers), "layer"), times(len(batches), "step")
+    return Done(f"the statistics of {what} re-estimated from the batches of {steps}")
 
 
 def _reset_slots(context: ActionContext, p: Parameters) -> Done:
@@ -322,28 +335,28 @@ def _stop(context: ActionContext, p: Parameters) -> Done:
 def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
-    state, restored = _last_good(context) if restores else ("no state is restored", None)
-    return Done("; ".join([how, state, *_rates_left(context.run, restores)]), restored)
+    done = _last_good(context) if restores else Done("no state is restored")
+    return done._replace(text="; ".join([how, done.text, *_rates_left(context.run, restores)]))
 
 
-def _last_good(context: ActionContext) -> tuple[str, Restored | None]:
-    """Restore the last good state at the end; return it in words, and what that has undone."""
+def _last_good(context: ActionContext) -> Done:
+    """Restore the last good state at the end, unless the model has it."""
     run, diverged = context.run, "divergence" in context.incident.causes
     good, wanted = context.last_good()
     if good:
-        return "the model still has the last good state", None
+        return Done("the model still has the last good state")
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
-        return "there is no good state to restore", None
+        return Done("there is no good state to restore")
     state, rerun = f"the state {snapshot.moment}", None if diverged else context.since(snapshot)
     try:
-        restored = context.restore(snapshot, rerun)
+        context.restore(snapshot, rerun)
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        return f"{state} not restored: {type(problem).__name__}: {problem}", None
+        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
-    return f"{state} restored{again}", restored
+    return Done(f"{state} restored{again}", restored=True, rerun=rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -361,7 +374,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             share = f"{rate.factor:.3g} times the configured rate"
             changed.append(f"{which} stays at {lowered}, {share}")
     if restore:
-        run.recovery.lowering = run.recovery.lowering._replace(recover_after=0)
+        run.recovery.lowering = run.recovery.lowering.replaced(recover_after=0)
     return changed
 
 
@@ -390,7 +403,7 @@ PERFORMERS: dict[str, Performer] = {
     "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
     "repair": Performer(_repair, "parts"),
     "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
-    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
+    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "parts"),
     "reset_slots": Performer(_reset_slots, "parts"),
     "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
     "stop": Performer(_stop, "nothing"),

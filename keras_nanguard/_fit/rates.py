@@ -13,11 +13,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import keras
 from pydantic import Field
 
+from keras_nanguard._core.json_records import Whole
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._policy.records import Record
@@ -209,15 +210,16 @@ class Rate:
             self._set(done.factor)
 
 
-class Lowering(NamedTuple):
+class Lowering(Record):
     """Why and since when the learning rates of a run are lowered.
 
     Attributes:
         diverged: whether a rate was lowered because training diverged.
-        at: the numbers of steps and of committed steps when the rate was last lowered, or `None`.
+        at: number of committed steps of this fit when the rate was last lowered, negative in an
+            earlier fit; `None` if it never was.
         recover_after: good steps after which a lowered rate returns; 0 is never.
     """
 
     diverged: bool = False
-    at: tuple[int, int] | None = None
-    recover_after: int = 0
+    at: Whole | None = None
+    recover_after: Whole = 0

@@ -2,7 +2,7 @@
 outlives the fit and the process.
 
 Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
-bounds, BatchNorm statistics are re-estimated. Usually there are none.
+bounds. Usually there are none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.json_records import Whole
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -35,7 +34,6 @@ class Recovery:
         lowering: why and since when they are lowered.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
         scale_bounds: floor and ceiling of the loss scale.
-        recalibration: the estimate of BatchNorm statistics in progress.
     """
 
     def __init__(self) -> None:
@@ -44,12 +42,11 @@ class Recovery:
         self.lowering = Lowering()
         self.changed: list[tuple[Any, str, Any]] = []
         self.scale_bounds: tuple[float, float] | None = None
-        self.recalibration: Recalibration | None = None
 
     @property
     def active(self) -> bool:
         """Whether there is something to do after each good step."""
-        return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
+        return bool(self.lowering.recover_after or self.scale_bounds)
 
     # Settings of the optimizers
 
@@ -125,14 +122,12 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(
-        self, optimizers: Sequence[Any], step: int, committed: int, rollbacks: int
-    ) -> GuardState:
+    def saved(self, optimizers: Sequence[Any], committed: int, rollbacks: int) -> GuardState:
         """Return the record of all changes. Its numbers may be invalid: the user may have set them.
 
         Args:
             optimizers: those of the run.
-            step, committed, rollbacks: its counters.
+            committed, rollbacks: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -145,27 +140,22 @@ class Recovery:
             }
             for optimizer in optimizers
         ]
-        estimate, (diverged, at, recover_after) = self.recalibration, self.lowering
-        since = None if at is None else (step - at[0], committed - at[1])
+        at = None if self.lowering.at is None else self.lowering.at - committed
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
             rollbacks=rollbacks,
-            recover_after=recover_after,
-            lowered=since,
-            diverged=diverged,
+            lowering=self.lowering.replaced(at=at),
             scale_bounds=self.scale_bounds,
-            recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
 
-    def resume(self, state: GuardState, optimizers: Sequence[Any], model: Any, write: bool) -> None:
+    def resume(self, state: GuardState, optimizers: Sequence[Any], write: bool) -> None:
         """Apply a record before the first step.
 
         Args:
             state: the record.
             optimizers: those of the run.
-            model: its model.
             write: whether the optimizers do not have the changes yet. Otherwise they are the same
                 ones, or another callback has restored them, and values that were set since the
                 record are kept.
@@ -177,11 +167,7 @@ class Recovery:
             both = (keras_optimizers.inner(optimizer), optimizer)
             for name, value in settings.items():
                 self.change(next(t for t in both if hasattr(t, name)), name, value)
-        at = None if state.lowered is None else (-state.lowered[0], -state.lowered[1])
-        self.lowering = Lowering(state.diverged, at, state.recover_after)
-        self.scale_bounds = state.scale_bounds
-        if state.recalibration is not None:
-            self.estimate(model, *state.recalibration)
+        self.lowering, self.scale_bounds = state.lowering, state.scale_bounds
 
     def end(self) -> None:
         """Undo the changes to the optimizers."""
@@ -194,17 +180,10 @@ class Recovery:
     @property
     def lowered_at(self) -> int:
         """Number of committed steps when the rate was last lowered, 0 if it never was."""
-        return self.lowering.at[1] if self.lowering.at is not None else 0
+        return self.lowering.at or 0
 
-    def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
-        """Start to re-estimate the statistics of all layers that update theirs."""
-        layers = learning(model)
-        self.recalibration = Recalibration(layers, batches, seen) if layers else None
-
-    def before_execution(self, committed: int) -> None:
-        """Run due tasks before an execution: a new estimate begins to count, rates stay lowered."""
-        if self.recalibration is not None:
-            self.recalibration.begin_counting(committed)
+    def hold_rates(self) -> None:
+        """Keep the rates lowered if another callback has set them since."""
         for rate in self.rates.values():
             rate.hold()
 
@@ -221,34 +200,28 @@ class Recovery:
             train_state()
             for rate in self.rates.values():
                 rate.restore(1.0)
-            self.lowering = self.lowering._replace(recover_after=0)
+            self.lowering = self.lowering.replaced(recover_after=0)
         if self.scale_bounds is not None:
             floor, ceiling = self.scale_bounds
             for scale, _ in train_state().scales:
                 value = float(keras_variables.read(scale))
                 if not floor <= value <= ceiling:
                     keras_variables.write(scale, min(max(value, floor), ceiling))
-        if self.recalibration is not None:
-            train_state()
-            if self.recalibration.step(committed):
-                self.recalibration = None
 
     # Rollbacks
 
-    def return_to(self, step: int, committed: int) -> None:
-        """Continue counting from an earlier step."""
+    def return_to(self, committed: int) -> None:
+        """Continue counting from fewer committed steps."""
         if self.lowering.at is not None:
-            at = min(self.lowering.at[0], step), min(self.lowered_at, committed)
-            self.lowering = self.lowering._replace(at=at)
+            self.lowering = self.lowering.replaced(at=min(self.lowering.at, committed))
         self.policy_state = self.policy_state.rewound()
 
 
 # State that outlives the fit
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON format of a `GuardState`."""
 
-Pair = tuple[Whole, Whole]
 Setting = Literal["global_clipnorm", "dynamic_growth_steps"]
 """A setting of an optimizer that an action may change during a fit."""
 
@@ -263,29 +236,23 @@ class GuardState(Record):
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their current values.
         rollbacks: number of rollbacks.
-        recover_after: good steps after which a lowered rate returns; 0 is never.
-        lowered: steps and committed steps since the rate was last lowered.
-        diverged: whether a rate was lowered because training diverged.
+        lowering: why and since when the rates are lowered, for a fit that begins now.
         scale_bounds: floor and ceiling of the loss scale.
-        recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
     policy_state: PolicyState
     rates: tuple[RateChange | None, ...] = ()
     settings: tuple[dict[Setting, Value | None], ...] = ()
     rollbacks: Whole = 0
-    recover_after: Whole = 0
-    lowered: Pair | None = None
-    diverged: bool = False
+    lowering: Lowering = Lowering()
     scale_bounds: tuple[float, float] | None = None
-    recalibration: Pair | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""
         return {"format": FORMAT, **self.model_dump(mode="json", warnings=False)}
 
     @classmethod
-    def from_dict(cls, data: Any) -> GuardState:
+    def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
         """Rebuild a state from `to_dict()`.
 
         Raises:
@@ -293,9 +260,9 @@ class GuardState(Record):
                 wrong type.
         """
         what, remedy = f"a guard state of format {FORMAT}", "Start without resume=True."
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise FileFormatError(expected(what, plain_text(f"format={found!r}"), remedy))
+        if data.get("format") != FORMAT:
+            found = plain_text(f"format={data.get('format')!r}")
+            raise FileFormatError(expected(what, found, remedy))
         try:
             plain = {name: value for name, value in data.items() if name != "format"}
             state = cls.model_validate_json(json.dumps(plain))

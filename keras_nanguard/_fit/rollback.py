@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
@@ -28,18 +27,6 @@ from keras_nanguard._keras import variables as keras_variables
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
-
-
-class Restored(NamedTuple):
-    """What restoring a snapshot has undone.
-
-    Attributes:
-        undone: number of committed steps.
-        rerun: the steps to replay from the snapshot, or `None`.
-    """
-
-    undone: int
-    rerun: Rerun | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +130,9 @@ class ActionContext:
 
     # Restoring it
 
-    def restore(
-        self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False
-    ) -> Restored:
-        """Write a snapshot into the model, and continue to count from it.
+    def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
+        """Write a snapshot into the model, and continue to count from it; return how many committed
+        steps this has undone.
 
         Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
@@ -162,22 +148,17 @@ class ActionContext:
             Exception: if the snapshot could not be written; the model has the previous state.
         """
         self._write(snapshot, replays=rerun is not None, reseed=reseed)
-        return Restored(self._undo_steps(snapshot, rerun), rerun)
+        return self._undo_steps(snapshot, rerun)
 
     def _write(self, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         """Write a snapshot, and restore or advance the random generators."""
         run, train_state = self.run, self.run.train_state()
-        estimate = run.recovery.recalibration
-        changed = initial_statistics(estimate.layers) if estimate is not None else []
-        if reseed:
-            changed += run.moved_seeds(run.counts.rollbacks + 1, snapshot)
+        changed = run.moved_seeds(run.counts.rollbacks + 1, snapshot) if reseed else []
         snapshot.write(train_state.kept if replays else train_state.restorable, changed)
         if replays and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)
         elif reseed:
             current.host().advance_generator()
-        if estimate is not None:
-            estimate.restart()
 
     def _undo_steps(self, snapshot: Snapshot, rerun: Rerun | None) -> int:
         """Remove the steps since a snapshot from counts, batches, measurements and recording;
@@ -268,8 +249,8 @@ class Replay:
         self._metrics = self._metrics_from(rerun)
         at, every = rerun.snapshot.step, run.policy.snapshot.every
         run.counts.begin_replay(at, rerun.snapshot.good, rerun.refused)
-        run.recovery.return_to(at, run.counts.committed)
-        for task in ("checks", "proof"):  # they are due again
+        run.recovery.return_to(run.counts.committed)
+        for task in ("changes", "checks", "proof"):  # they are due again
             run.plan(task, at + 1)
         run.plan("snapshot", at + every if every else math.inf)
         self._batches.extendleft(reversed(rerun.batches))

@@ -153,8 +153,7 @@ class Run:
         state_replaced: whether the state was replaced since this was last set to `False`.
         rebuilds: number of changes so far of something that is built into the step.
         checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
-            one of a trace, each one of several in one execution, or one during a change that
-            continues over several.
+            one of a trace, or each one of several in one execution.
     """
 
     def __init__(
@@ -319,9 +318,11 @@ class Run:
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
         counts, optimizers = self.counts, self.train_state().optimizers
-        return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
+        return self.recovery.saved(optimizers, counts.committed, counts.rollbacks)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.follow(changes.rollbacks)
-        self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
+        self.recovery.resume(changes, self.train_state().optimizers, write)
+        if self.recovery.active:
+            self.plan("changes", self.step + 1)

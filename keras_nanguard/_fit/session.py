@@ -66,23 +66,25 @@ class Session:
     # Before a step
 
     @property
-    def pending(self) -> str:
-        """What is due before the next execution: `""` for nothing, as for healthy steps but the
-        first; `"rates"` if lowered rates are only to be kept; `"start"`; or `"change"`.
+    def pending(self) -> bool:
+        """Whether anything is due before the next execution, as is not for healthy steps but the
+        first.
         """
+        return self._has_to_act or bool(self.run.recovery.rates)
+
+    @property
+    def _has_to_act(self) -> bool:
+        """Whether more is due than to keep lowered rates."""
         run = self.run
-        if not run.began or self.start.resuming is not None or self._generators is not None:
-            return "start"
-        if run.stopped or run.checks_fully or run.counts.skip_batches > 0:
-            return "change"
-        return "rates" if run.recovery.rates else ""
+        starts = not run.began or self.start.resuming is not None or self._generators is not None
+        return starts or run.stopped or run.checks_fully or run.counts.skip_batches > 0
 
     @property
     def may_run_ahead(self) -> bool:
         """Whether a healthy next step would only have to be counted."""
         run = self.run
         healthy = self.callbacks_deferred and not run.counts.idle
-        return healthy and self.pending in ("", "rates") and run.step + 1 < run.next_due
+        return healthy and not self._has_to_act and run.step + 1 < run.next_due
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
@@ -104,8 +106,7 @@ class Session:
         if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
-        reads = not run.began or recovery.recalibration is not None
-        reads |= written and bool(recovery.rates)
+        reads = not run.began or (written and bool(recovery.rates))
         if reads:
             run.access.sync_variables()
         if not run.began:
@@ -114,7 +115,7 @@ class Session:
             current.host().set_generator_state(self._generators)
             self._generators = None
         if reads:
-            recovery.before_execution(run.counts.committed)
+            recovery.hold_rates()
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
@@ -199,7 +200,7 @@ class Session:
             run.counts.advance()
             if run.agreement.news:
                 self.incidents.handle(run.incident(run.agreement.pick_up()))
-        run.checks_fully = run.recovery.active or run.access.transaction.counted
+        run.checks_fully = run.access.transaction.counted
         self._run_due()
 
     def _judge_many(self, last_row: Verdict) -> None:
@@ -218,25 +219,21 @@ class Session:
                 counts.refuse()
                 run.recording.step(verdict, REFUSED)
             else:
-                report = reports.get(verdict.step)
-                self._judge(verdict, report, readable=counts.step == end - 1)
+                self._judge(verdict, reports.get(verdict.step))
             counts.advance()
         counts.advance(end - counts.step)
         now = run.access.transaction
         if now is not transaction:  # compiled again before all steps were counted
             now.recount(end)
 
-    def _judge(self, verdict: Verdict, report: Report | None, readable: bool = True) -> None:
-        """Count a step or raise its incident; `readable`: it has left the current state."""
+    def _judge(self, verdict: Verdict, report: Report | None) -> None:
+        """Count a step or raise its incident."""
         run = self.run
         run.counts.judge(verdict.refused)
         if verdict.refused:
             self.incidents.refused(verdict, report)
         elif verdict.finite:
             self._count_committed(verdict)
-            if readable and run.recovery.active:
-                run.recovery.after_good_step(run.counts.committed, run.train_state)
-                run.recording.factor()
         elif not run.refuses:
             self.incidents.observed(verdict, report)
         else:

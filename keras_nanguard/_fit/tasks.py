@@ -51,6 +51,14 @@ class Tasks:
                 run.recording.rate()
         return inf
 
+    def continue_changes(self) -> float:
+        """Continue the changes of the policy that last for several steps."""
+        run = self.run
+        if not run.counts.last_refused:
+            run.recovery.after_good_step(run.counts.committed, run.train_state)
+            run.recording.factor()
+        return run.step + 1 if run.recovery.active else inf
+
     def check(self) -> float:
         """Check for finite faults."""
         run, needed = self.run, self.incidents.needs_low_scale()
@@ -107,6 +115,7 @@ class Tasks:
 
 
 TASKS: dict[str, Callable[[Tasks], float]] = {
+    "changes": Tasks.continue_changes,
     "rate": Tasks.read_rate,
     "layers": lambda tasks: tasks.layer_looks.look(tasks.run),
     "checks": Tasks.check,

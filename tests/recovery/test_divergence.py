@@ -246,7 +246,7 @@ class TestProbation:
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         assert rate == pytest.approx(1e-9), "a rate that a callback has set stays"
         state = guard.session.guard_state
-        assert not state.diverged and state.lowered is None, "nothing of the action is left"
+        assert not state.lowering.diverged and state.lowering.at is None, "nothing of the action is left"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
 
@@ -255,7 +255,7 @@ class TestProbation:
         fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard)], epochs=5)
         assert changes(guard) == [["lower_lr"]]
         assert "State and learning rate are restored" in capsys.readouterr().out
-        assert guard.session.guard_state.lowered is None
+        assert guard.session.guard_state.lowering.at is None
 
     def test_probation_waits_until_there_is_a_comparison(self, capsys):
         """It does not end in a window without batches to compare on."""
@@ -276,10 +276,10 @@ class TestSecondFit:
         """The next fit keeps the lowered rate, and the reason for it."""
         guard = NanGuard(verbose=0)
         model, _ = fit(mlp(adam(3.0)), guard, epochs=2)
-        assert guard.session.guard_state.diverged
+        assert guard.session.guard_state.lowering.diverged
         model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[guard])
         state = guard.session.guard_state
-        assert state.diverged and state.rates[0].factor < 1
+        assert state.lowering.diverged and state.rates[0].factor < 1
 
 
 class OwnStep(keras.Model):

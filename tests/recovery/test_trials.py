@@ -314,7 +314,7 @@ def replayed(stops_at):
         policy=Policy.load("recover"),
         counts=counts,
         step=5,
-        recovery=SimpleNamespace(return_to=lambda step, good: None),
+        recovery=SimpleNamespace(return_to=lambda committed: None),
         stopped=False,
         plan=lambda task, step: None,
         train_state=lambda: SimpleNamespace(metrics=()),

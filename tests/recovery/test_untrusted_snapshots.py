@@ -11,7 +11,7 @@ from support import zoo
 
 from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
 from keras_nanguard._core import atomic_files
-from keras_nanguard._fit.rates import RateChange
+from keras_nanguard._fit.rates import Lowering, RateChange
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
@@ -19,9 +19,10 @@ from keras_nanguard._policy.state import PolicyState
 
 RATE = {"factor": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})
-RATES, COUNTS = (RateChange(**RATE), None), {"rollbacks": 3, "recover_after": 5, "lowered": (5, 6)}
-GOOD = GuardState(policy_state=PolicyState(), rates=RATES, settings=SETTINGS, **COUNTS).to_dict()
+RATES, LOWERING = (RateChange(**RATE), None), Lowering(at=-6, recover_after=5)
+GOOD = GuardState(policy_state=PolicyState(), rates=RATES, settings=SETTINGS, rollbacks=3, lowering=LOWERING).to_dict()
 
+LOWERED = GOOD["lowering"]
 WRONG_STATES = {"consecutive": -1, "climb": "many", "refused": [1.5], "more": 1}
 WRONG_STATES["rules"] = {"a": {"last": []}}
 STATES = {
@@ -37,9 +38,10 @@ STATES = {
     "a factor of 0": {"rates": [{**RATE, "factor": 0}]},
     "an endless rate": {"rates": [{**RATE, "rate": float("inf")}]},
     "a mark that is a number": {"rates": [{**RATE, "absolute": 1}]},
-    "three numbers for two": {"lowered": [1, 2, 3]},
-    "texts for numbers": {"lowered": ["a", "b"]},
-    "a divergence that is a number": {"diverged": 1},
+    "a list for a number": {"lowering": {**LOWERED, "at": [1, 2]}},
+    "a text for a number": {"lowering": {**LOWERED, "recover_after": "5"}},
+    "a divergence that is a number": {"lowering": {**LOWERED, "diverged": 1}},
+    "a lowering without a time": {"lowering": {"diverged": True}},
     "rollbacks of many digits": {"rollbacks": 10**100},
     "another field": {"more": 1},
     "another format": {"format": 7},
