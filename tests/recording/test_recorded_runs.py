@@ -340,7 +340,8 @@ def test_hand_written_loop(tmp_path):
 
 
 def test_rate_that_returns():
-    """The return of a rate is an event; a change by the guard is not attributed to a callback."""
+    """The return of a rate is an event of the first step with it; a change by the guard is not attributed
+    to a callback."""
     guard = acting({"lower_lr": {"factor": 1e-4, "recover_after": 32}})
     moments = iter(range(10**6))
     guard._log.recorder._now = lambda: 0.02 * next(moments)
@@ -348,7 +349,7 @@ def test_rate_that_returns():
     zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), data, guard=guard, epochs=1)
     first, *events = (e for e in guard.recording.events if e.kind == "learning_rate")
     assert first.data == {"factor_before": 1.0, "factor": 1e-4, "by": "guard"} and {e.data["by"] for e in events} == {"guard"}
-    assert [(e.step, e.data["factor_before"], e.data["factor"]) for e in events] == [(37, 1e-4, 1.0)]
+    assert [(e.step, e.data["factor_before"], e.data["factor"]) for e in events] == [(38, 1e-4, 1.0)]
 
 
 def test_first_epoch_is_another_one():
