@@ -73,7 +73,7 @@ DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 
 COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
 COMPILED += ("every kind", "memorised", "DataLoader")
-"""Words in the name of a shared test that runs on TensorFlow; most need a compiled step."""
+"""Words in the name of a case that runs on TensorFlow; most need a compiled step."""
 
 BACKENDS = ("torch", "tensorflow", "jax")
 """Backends of shared tests: the first one that can run a test runs it. PyTorch compiles nothing."""
@@ -89,7 +89,9 @@ def backend_of(item: pytest.Item) -> str:
     """Return the backend on which a shared test runs."""
     named = [marker.args for marker in item.iter_markers("requires_backend")]
     able = [backend for backend in BACKENDS if all(backend in args for args in named)]
-    if not able or ("tensorflow" in able and any(word in item.name for word in COMPILED)):
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    compiled = "compiled" in item.name or any(word in case for word in COMPILED)
+    if not able or ("tensorflow" in able and compiled):
         return "tensorflow"
     return able[0]
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import zoo
 from support.command_line import main
 
 from keras_nanguard import GuardError, repair
 
 MISUSE = 2
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 
 def _at(name, make=lambda path: None):

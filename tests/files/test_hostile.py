@@ -12,12 +12,11 @@ import zipfile
 import h5py
 import numpy as np
 import pytest
-from support import zoo
 from support.command_line import main
 
 from keras_nanguard import FileFormatError, repair, scan
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 
 def refusal(path):
@@ -271,6 +270,7 @@ def test_code_in_a_legacy_file_is_never_run(make, layer, capsys):
     assert main(["lint", str(path)]) == 2 and "no configuration" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ten_thousand_layers_are_a_result(tmp_path):
     path = tmp_path / "many.weights.h5"
     with h5py.File(path, "w") as file:

@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from support import zoo
 from support.wrong_files import WRONG
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 MEMORY = 1 << 30
 """Maximum memory to scan, repair and name one of these files (up to 2 MB), in bytes."""
@@ -63,6 +62,7 @@ def outcome(path):
     return reported["found"], reported["memory"]
 
 
+@pytest.mark.daily("layer of fill value", "configuration of lists", "nothing", "two_members*")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     """Scan, repair and names for a policy: no other error, under a gigabyte and a minute."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import recordings, zoo
+from support import recordings
 from support.limits import limit
 from support.recordings import (
     COMMITTED,
@@ -34,7 +34,7 @@ from support.recordings import (
 
 from keras_nanguard import GuardError, Recording
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import limits, recordings, zoo
+from support import limits, recordings
 from support.recordings import (
     COMMITTED,
     MEASURED,
@@ -14,7 +14,7 @@ from support.recordings import (
 
 from keras_nanguard import GuardError, Recording
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 
 class Clock:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import recordings, zoo
+from support import recordings
 from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
 from keras_nanguard._recording import recorder as recording_module
 from keras_nanguard._recording.database import Memory
 
-zoo.once()
+pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
 
 def another_fit(made, folder):

@@ -418,6 +418,7 @@ class TestTime:
     def regression(self, inputs):
         return layers.Dense(1)(self.hidden(inputs))
 
+    @pytest.mark.daily("0.01-120")
     @pytest.mark.parametrize(("rate", "most"), [(1e-7, 1900), (0.01, 120)])
     def test_a_share_of_the_steps(self, rate, most):
         """Rare once a run has learned; else, after the first trials, at most half of its time."""

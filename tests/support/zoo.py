@@ -104,12 +104,6 @@ def supported(mode: dict[str, Any], even: bool = True) -> None:
         pytest.skip("compiling a step on torch takes ten seconds: tests/backends/torch/test_compiled_step.py tests it")
 
 
-def once() -> None:
-    """Skip a module on all backends but one, because nothing in it depends on the backend."""
-    if BACKEND != "tensorflow":
-        pytest.skip("independent of the backend: runs once", allow_module_level=True)
-
-
 def plain(
     optimizer: Any = "adam", *, dropout: bool = True, loss: Any = "mse", metrics: Any = ("mae",), rounded: bool = False, **mode: Any
 ) -> Any:
