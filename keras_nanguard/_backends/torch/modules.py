@@ -224,6 +224,11 @@ class TorchOptimizer:
         self._slots = Variables((id(variable.of), variable) for variable in found)
         return found
 
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters of all groups."""
+        return [p for group in self.of.param_groups for p in group["params"]]
+
     def variable_of(self, parameter: Any) -> TensorVariable:
         """Return the variable of one of its parameters."""
         return self._parameters.of(parameter, self._path_of(parameter))
@@ -261,7 +266,7 @@ class TorchOptimizer:
         """Create the slots that the first update would, unless it needs a closure, at rate 0."""
         if self.of.state:
             return
-        params = [p for group in self.of.param_groups for p in group["params"] if p.requires_grad]
+        params = [p for p in self.parameters if p.requires_grad]
         grads, restore_rates = [p.grad for p in params], self._learning_rate.held()
         try:
             self._learning_rate.assign(0.0)

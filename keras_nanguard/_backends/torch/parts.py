@@ -14,11 +14,16 @@ import torch
 from keras_nanguard._backends.interface import Learned
 from keras_nanguard._backends.torch.modules import (
     TensorVariable,
+    TorchOptimizer,
     buffers_of,
     local,
     loose_optimizers,
 )
-from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
+from keras_nanguard._keras import (
+    attributes as keras_attributes,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 
@@ -95,9 +100,13 @@ class Parts:
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
 
     def gradients(self) -> list[tuple[str, Any]]:
-        """Return the current gradients, each with the path of its weight."""
-        pairs = zip(self.train_state.trainable, self.holders)
-        return [(v.path, local(t.grad)) for v, t in pairs if t.grad is not None]
+        """Return the current gradients that a known optimizer uses, or all if there is none, each
+        with the path of its weight.
+        """
+        used = {id(t) for optimizer in self.train_state.optimizers for t in _trained_by(optimizer)}
+        pairs = [(v.path, t) for v, t in zip(self.train_state.trainable, self.holders)]
+        pairs = [(path, t) for path, t in pairs if id(t) in used or not used]
+        return [(path, local(t.grad)) for path, t in pairs if t.grad is not None]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
         """Return attributes of layers and buffers: tensors, or all, which may become tensors."""
@@ -109,3 +118,10 @@ class Parts:
 
 def _of(variables: Iterable[Any]) -> list[Any]:
     return [variable.value for variable in variables]
+
+
+def _trained_by(optimizer: Any) -> list[Any]:
+    """Return the tensors that an optimizer updates; none before one of Keras is built."""
+    if isinstance(optimizer, TorchOptimizer):
+        return optimizer.parameters
+    return _of(keras_optimizers.trained_by(optimizer))

@@ -90,7 +90,7 @@ class TorchUpdate(Update):
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
     def _read(self) -> list[tuple[Any, Any]]:
-        return [(p, p.grad) for group in self._of.param_groups for p in group["params"]]
+        return [(p, p.grad) for p in self.optimizer.parameters]
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         written = [(p, g) for p, g in self._grads if g is not None]

@@ -24,9 +24,9 @@ def loss_of(net, batch):
     return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
 
 
-def poisoned():
+def poisoned(bad=BAD):
     batches = BATCHES.clone()
-    batches[list(BAD)] = math.nan
+    batches[list(bad)] = math.nan
     return batches
 
 
@@ -42,7 +42,7 @@ def compared(make, bad=BAD):
     returns a network, its optimizers, a step, and further tensors. Return both lists of results.
     """
     net, optimizers, step, more = make()
-    guard, results = watched(net, optimizers, step, poisoned() if bad else BATCHES)
+    guard, results = watched(net, optimizers, step, poisoned(bad))
     assert [incident.step for incident in guard.incidents] == list(bad)
     plain, _, plain_step, plain_more = make()
     expected = [plain_step(b) for i, b in enumerate(BATCHES) if i not in bad]
@@ -329,6 +329,22 @@ def accumulating(scaler=None):
 def test_a_bad_gradient_of_a_step_without_an_update():
     """It is refused at once, and not added up."""
     compared(accumulating())
+
+
+def test_a_bad_gradient_of_a_parameter_that_no_optimizer_updates():
+    """It is no fault of a step that adds up gradients: no update will use it."""
+
+    def make():
+        net, optimizers, step, _ = accumulating()()
+        net.unused = torch.nn.Parameter(torch.zeros(()))
+
+        def with_unused(batch):
+            (0.0 * net.unused.sqrt()).backward()
+            step(batch)
+
+        return net, optimizers, with_unused, []
+
+    compared(make, ())
 
 
 def test_a_scaler_handles_an_overflow_of_steps_without_an_update():
