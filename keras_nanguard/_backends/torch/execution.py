@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +14,9 @@ import numpy as np
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
+from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Decision, Judged, Ran, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
-from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.parts import Facts
 from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
@@ -56,11 +55,9 @@ class StepRun:
         keeps_undo = self.is_compiled or transaction.is_fresh or transaction.learned.keeps_undo
         self.keeps_undo = transaction.may_undo_update and keeps_undo
         may_add = transaction.is_fresh or transaction.learned.adds_to_gradients is not False
-        holders = parts.holders if may_add and transaction.may_undo_update else ()
-        # What a step finds stays alive until its end.
-        self._gradients = [(t, t.grad) for t in holders if t.grad is not None]
+        self._found = FoundGradients(parts.holders, may_add and transaction.may_undo_update)
         self.log = self._undo_log()
-        self._lesson = Lesson(transaction, self.log, self.is_compiled, self._gradients)
+        self._lesson = Lesson(transaction, self.log, self.is_compiled, self._found)
         self._watch = Watch()
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
@@ -71,7 +68,7 @@ class StepRun:
         learned = transaction.learned
         uncounted = [*parts.unlisted, *learned.uncounted.values()]
         kept = list(learned.untracked.values())
-        kept += [local(grad) for _, grad in self._gradients]
+        kept += self._found.tensors
         if transaction.is_fresh:
             kept += parts.other
             kept += parts.weights_and_slots if transaction.may_undo_update else ()
@@ -80,22 +77,10 @@ class StepRun:
         log = UndoLog(kept, uncounted)
         attributes = parts.attributes(every=transaction.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", self._restore_gradients)
+        log.at_undo("gradients", partial(self._found.restore, log))
         for optimizer in parts.loose if transaction.may_undo_update else ():
             log.at_undo(id(optimizer), optimizer.held())
         return log
-
-    def _restore_gradients(self) -> None:
-        """Restore the gradients of a body that accumulates them; for any other leave none. A bad
-        sum, which no later step could correct, is dropped.
-        """
-        for tensor in self.transaction.parts.holders:
-            tensor.grad = None
-        for tensor, grad in self._gradients:
-            before = [self.log.kept[id(local(grad))].value]
-            norms = map(float, reductions.norms(before))
-            if math.isfinite(reductions.norm_of(norms, before)):
-                tensor.grad = grad
 
     def complete(self) -> tuple[Any, Verdict, Facts, list[Report]]:
         """Run the step; commit or refuse it. Return the outputs, `None` if the body raised an
@@ -150,6 +135,7 @@ class StepRun:
     def _on_update(self, record: Update) -> None:
         """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
+        self._found.note_update()
         if not self.updates:
             self._lesson.before_update(self.seen.noted)
         if record.evaluates and self.judged_in_body is None:
@@ -185,13 +171,10 @@ class StepRun:
         if self.log.created:
             transaction.read_parts()
         losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
-        accumulates = (
-            not seen.records
-            and seen.noted > 0
-            and not (seen.is_scaled or self._lesson.has_written_weights)
-        )
-        found = frozenset(id(local(grad)) for _, grad in self._gradients)
-        ran = Ran(seen, self.log, losses, raised, bool(self.updates), accumulates, found)
+        has_gradients = not seen.records and seen.noted > 0
+        leaves_gradients = has_gradients and not self._lesson.has_written_weights
+        found = frozenset(map(id, self._found.tensors))
+        ran = Ran(seen, self.log, losses, raised, bool(self.updates), leaves_gradients, found)
         return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
 
     def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:

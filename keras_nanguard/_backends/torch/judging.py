@@ -38,7 +38,7 @@ class Ran:
         losses: its losses.
         raised: whether it has ended in an exception about a bad number.
         updated: whether an update has run.
-        accumulates: whether it has left gradients for a later step, which no scaler will check.
+        leaves_gradients: whether it has computed gradients, and leaves them for a later step.
         found: the `id` of gradients that it has found, and perhaps added to.
     """
 
@@ -47,7 +47,7 @@ class Ran:
     losses: Sequence[Any]
     raised: bool
     updated: bool
-    accumulates: bool
+    leaves_gradients: bool
     found: frozenset[int]
 
     def gradients(self, parts: Parts) -> list[tuple[str, Any]]:
@@ -56,7 +56,9 @@ class Ran:
         """
         records = self.seen.records
         if not records:
-            return parts.gradients() if self.raised or self.accumulates else []
+            # A scaler will check those of a scaled loss.
+            judges_left = self.leaves_gradients and not self.seen.is_scaled
+            return parts.gradients() if self.raised or judges_left else []
         return [(v.path, gradient) for record in records for gradient, v in record.pairs]
 
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:

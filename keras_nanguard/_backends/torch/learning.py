@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Judged
-from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.parts import Facts, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -27,14 +27,14 @@ class Lesson:
         transaction: the `Transaction`, with what earlier steps have shown.
         log: the undo log of the step.
         is_compiled: whether the body is compiled.
-        gradients: `(tensor, its gradient)` that the step finds.
+        found: the gradients that the step finds.
     """
 
-    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, gradients: Sequence[Any]):
+    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, found: FoundGradients):
         self._transaction = transaction
         self._before: Facts = transaction.learned
         self._parts: Parts = transaction.parts
-        self._log, self._is_compiled, self._gradients = log, is_compiled, gradients
+        self._log, self._is_compiled, self._found = log, is_compiled, found
         watched = self._parts.small_state if self._transaction.stock else self._parts.all
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
@@ -69,9 +69,6 @@ class Lesson:
         by_hand, uncounted = self._by_hand
         by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
-        adds = before.adds_to_gradients
-        if self._gradients:
-            adds = adds or any(log.kept[id(local(grad))].is_written for _, grad in self._gradients)
         continues = self._continues(updates, losses, is_seen)
         is_one_of_several = self._transaction.agreement.count > 1
         return Facts(
@@ -82,7 +79,7 @@ class Lesson:
             stale=bool(log.created),
             continues=continues,
             updated_by=self._updated_by(updates),
-            adds_to_gradients=adds,
+            adds_to_gradients=self._adds_to_gradients(judged.ran.leaves_gradients),
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
 
@@ -98,6 +95,15 @@ class Lesson:
         known = {id(optimizer) for optimizer in self._parts.train_state.optimizers}
         has_seen_all = known <= self._updated_by(updates) or self._before.steps >= PATIENCE
         return False if has_seen_all else None
+
+    def _adds_to_gradients(self, leaves_gradients: bool) -> bool | None:
+        """Return whether the body adds to the gradients that it finds, see `Facts`."""
+        before = self._before.adds_to_gradients
+        if before or self._found.are_added_to():
+            return True
+        if leaves_gradients:
+            return None
+        return False if self._found.tensors else before
 
     def _updated_by(self, updates: Sequence[Update]) -> frozenset[int]:
         return self._before.updated_by | {id(update.optimizer) for update in updates}

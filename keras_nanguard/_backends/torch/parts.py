@@ -43,7 +43,8 @@ class Facts(Learned):
             optimizers have updated.
         updated_by: the `id` of the optimizers that have updated.
         adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
-            kept before each step; `None` until a step has begun with gradients.
+            kept before each step. `None`, for which they are kept as well, until a step has begun
+            with gradients, and after a step that leaves some.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
     """
 

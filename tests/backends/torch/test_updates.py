@@ -347,6 +347,57 @@ def test_a_bad_gradient_of_a_parameter_that_no_optimizer_updates():
     compared(make, ())
 
 
+def later(first):
+    """Adds up the gradients of two steps each, from the good step `first` on."""
+
+    def make():
+        net, done = network(), []
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch):
+            number = len(done) - first
+            if number < 0 or number % 2 == 0:
+                optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if number < 0 or number % 2 == 1:
+                optimizer.step()
+            done.extend([batch] if batch.isfinite().all() else [])
+
+        return net, [optimizer], step, []
+
+    return make
+
+
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_a_loop_that_adds_up_gradients_from_a_later_step_on(first):
+    """A refused step leaves the sum of the good steps before it."""
+    compared(later(first), (2, 5, 6, 9))
+
+
+@pytest.mark.parametrize("bad", [(0, 2), (1, 5, 6, 9)])
+def test_a_backward_pass_and_an_update_in_two_functions(bad):
+    """If the first one is refused, the second one has no gradients to use."""
+    ends = []
+    for is_watched in (True, False):
+        net = network()
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+        def differentiate(batch, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+
+        with (guard := NanGuard(verbose=0)).watch(net, optimizer):
+            functions = differentiate, lambda optimizer=optimizer: optimizer.step()
+            backward, update = map(guard.step, functions) if is_watched else functions
+            for number, batch in enumerate(poisoned(bad)):
+                if is_watched or number not in bad:
+                    backward(batch)
+                    update()
+        assert len(guard.incidents) == len(bad) * is_watched
+        ends.append(list(net.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
 def test_a_scaler_handles_an_overflow_of_steps_without_an_update():
     """As without the guard: the update is skipped, the scale falls, and training continues."""
     ends = []
