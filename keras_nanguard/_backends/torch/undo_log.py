@@ -222,11 +222,12 @@ def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, va
         undo_log.note_created(variable)
 
 
-def with_subclasses(base: Any) -> Iterator[Any]:
-    """Yield a class and all of its subclasses."""
-    yield base
+def with_subclasses(base: Any) -> list[Any]:
+    """Return a class and all of its subclasses, each once."""
+    found = {base: None}
     for kind in base.__subclasses__():
-        yield from with_subclasses(kind)
+        found |= dict.fromkeys(with_subclasses(kind))
+    return list(found)
 
 
 def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
@@ -254,9 +255,7 @@ def generator_restorers() -> list[Callable[[], None]]:
     """
     restores: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     if torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
-        state = torch.cuda.get_rng_state(device)
-        restores.append(partial(torch.cuda.set_rng_state, state, device))
+        restores.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     return restores
 
 

@@ -236,6 +236,19 @@ def test_classes_of_torch_are_as_before():
     assert before == [vars(c)["step"] for c in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)] + [torch.amp.GradScaler.update]
 
 
+class Both(Own, lr_scheduler.ExponentialLR):
+    """Has a common base class twice among its own."""
+
+    def step(self, epoch=None):
+        super().step()
+
+
+def test_a_class_that_derives_from_two_others_is_as_before():
+    before = Both.step
+    guarded(Loop("step"), BATCHES[:3])
+    assert Both.step is before
+
+
 # What an update and a refusal depend on
 
 

@@ -83,17 +83,19 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
     np.testing.assert_array_equal(values(variable), VALUES)
 
 
-def test_generators_of_a_device(monkeypatch):
-    """The generator of the current device too, once there is one; reading it does not start one."""
+def test_generators_of_devices(monkeypatch):
+    """Those of all devices too, once there are any; reading them does not start one."""
     given = []
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for module in (torch.cuda, torch.cuda.random):
+        monkeypatch.setattr(module, "device_count", lambda: 2)
+        monkeypatch.setattr(module, "current_device", lambda: 1)
+        monkeypatch.setattr(module, "get_rng_state", lambda device: f"state of {device}")
+        monkeypatch.setattr(module, "set_rng_state", lambda state, device: given.append((state, device)))
     for started in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
         for restore in generator_restorers():
             restore()
-        assert given == [("state of 1", 1)] * started
+        assert given == [("state of 0", 0), ("state of 1", 1)] * started
 
 
 def test_a_dtype_without_bits_is_given_back():
