@@ -61,6 +61,12 @@ class Ran:
             return parts.gradients() if self.raised or judges_left else []
         return [(v.path, gradient) for record in records for gradient, v in record.pairs]
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether its updates evaluate the loss themselves."""
+        records = self.seen.records
+        return bool(records) and all(record.evaluates for record in records)
+
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
         """Return what it has written besides its updates, as far as that is judged."""
         return [
@@ -170,6 +176,8 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
     }
     left_by_previous = not all(map(math.isfinite, previous.values()))
     squares = reductions.squares_of(read["gradients"], tensors["gradients"])
+    if ran.evaluates and not math.isfinite(squares) and all(map(math.isfinite, norms.values())):
+        gradients, squares = [], 0.0  # of a point that a line search has tried and left
     own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
     decision, keeps_undo = _decision(ran, read, own), learned.continues is not False
     verdict = own

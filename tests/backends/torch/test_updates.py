@@ -252,6 +252,31 @@ def test_trials_of_a_line_search_are_not_its_loss():
     assert not all(map(math.isfinite, trials))
 
 
+def test_gradients_of_a_trial_of_a_line_search():
+    """They may overflow in a healthy step, which then does not move."""
+    ends = []
+
+    def make():
+        net = network()
+        optimizer = torch.optim.LBFGS(net.parameters(), 1e30, line_search_fn="strong_wolfe")
+
+        def step(batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            ends.append(all(p.grad.isfinite().all() for p in net.parameters()))
+            return loss
+
+        return net, [optimizer], step, []
+
+    compared(make, ())
+    assert not all(ends)
+
+
 def normalized():
     """A module whose statistics are updated once more, on the batch, after the update."""
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), network())
