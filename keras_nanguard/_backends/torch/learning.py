@@ -151,6 +151,7 @@ class Lesson:
         if not written:
             return False
         unjudged = parts.judged_elsewhere - parts.updated
+        unjudged |= set(map(id, self._found.tensors))  # the next step judges their sum
         # Of batch normalization torch counts only the writes of its integer buffer.
         buffers = set(map(id, parts.unlisted))
         return any(

@@ -225,6 +225,12 @@ class TorchOptimizer:
         return found
 
     @property
+    def slots(self) -> list[Any]:
+        """The tensors in its state, or the shards of them that this process has."""
+        found = [slot for _, slots in slots_of(self.of) for slot in slots.values()]
+        return [local(slot) for slot in found if isinstance(slot, torch.Tensor)]
+
+    @property
     def parameters(self) -> list[Any]:
         """The parameters of all groups."""
         return [p for group in self.of.param_groups for p in group["params"]]

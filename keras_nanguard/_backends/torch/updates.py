@@ -89,6 +89,9 @@ class TorchUpdate(Update):
         if evaluates:  # it computes the gradients of all of them
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
+    def state(self) -> list[Any]:
+        return [*(variable.value for _, variable in self.pairs), *self.optimizer.slots]
+
     def _read(self) -> list[tuple[Any, Any]]:
         return [(p, p.grad) for p in self.optimizer.parameters]
 

@@ -438,6 +438,20 @@ def test_a_scaler_handles_an_overflow_of_steps_without_an_update():
     assert all(map(torch.equal, *ends)) and ends[0][-1] < 2.0**16
 
 
+def test_gradients_that_a_step_sets_to_zero_after_its_update():
+    """They are no reason to keep old values: no update uses them again."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(batch):
+        loss_of(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    guard, _ = watched(net, [optimizer], step, BATCHES)
+    assert not guard.session.run.access.transaction.learned.keeps_undo
+
+
 class Replacing(torch.optim.SGD):
     """Replaces its slots in each update, and has a number and a tensor beside them."""
 
