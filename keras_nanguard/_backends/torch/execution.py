@@ -15,9 +15,10 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
+from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Decision, Judged, Ran, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
-from keras_nanguard._backends.torch.parts import Facts
+from keras_nanguard._backends.torch.parts import Body, Facts, Parts
 from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -34,13 +35,16 @@ class StepRun:
     verdict is computed at the end of the body.
 
     Args:
-        transaction: the `Transaction`.
+        body: the body.
+        parts: the train state.
+        learned: what earlier steps have shown.
+        seen: records the calls of optimizers and loss.
         args: the arguments of the body.
 
     Attributes:
-        seen: the calls of optimizers and loss.
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         keeps_undo: whether it is updated at once, with the old values kept.
+        found: the gradients that the step finds.
         log: what a refusal restores.
         updates: the updates that have run.
         judged_in_body: the verdict, if it was computed in the body.
@@ -48,37 +52,38 @@ class StepRun:
 
     judged_in_body: Judged | None = None
 
-    def __init__(self, transaction: Any, args: Sequence[Any]):
-        self.transaction, self.args, parts = transaction, args, transaction.parts
-        self.seen = transaction.intercept()
-        self.is_compiled = self.seen.body is not None
-        keeps_undo = self.is_compiled or transaction.is_fresh or transaction.learned.keeps_undo
-        self.keeps_undo = transaction.may_undo_update and keeps_undo
-        may_add = transaction.is_fresh or transaction.learned.adds_to_gradients is not False
-        self._found = FoundGradients(parts.holders, may_add and transaction.may_undo_update)
+    def __init__(
+        self, body: Body, parts: Parts, learned: Facts, seen: Intercept, args: Sequence[Any]
+    ):
+        self.body, self.run, self.parts, self.learned = body, body.run, parts, learned
+        self.seen, self.args = seen, args
+        self.is_compiled = seen.body is not None
+        keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
+        self.keeps_undo = body.may_undo_update and keeps_undo
+        may_add = learned.is_fresh or learned.adds_to_gradients is not False
+        self.found = FoundGradients(parts.holders, is_read=may_add and body.may_undo_update)
         self.log = self._undo_log()
-        self._lesson = Lesson(transaction, self.log, self.is_compiled, self._found)
+        self._lesson = Lesson(body, parts, learned, self.log, self.is_compiled, self.found)
         self._watch = Watch()
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed."""
-        transaction, parts = self.transaction, self.transaction.parts
-        learned = transaction.learned
+        parts, learned, undoes_updates = self.parts, self.learned, self.body.may_undo_update
         uncounted = [*parts.unlisted, *learned.uncounted.values()]
         kept = list(learned.untracked.values())
-        kept += self._found.tensors
-        if transaction.is_fresh:
+        kept += self.found.tensors
+        if learned.is_fresh:
             kept += parts.other
-            kept += parts.weights_and_slots if transaction.may_undo_update else ()
+            kept += parts.weights_and_slots if undoes_updates else ()
         if self.is_compiled:
             uncounted, kept = [*uncounted, *parts.small_state, *kept], []
         log = UndoLog(kept, uncounted)
-        attributes = parts.attributes(every=transaction.is_fresh)
+        attributes = parts.attributes(every=learned.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", partial(self._found.restore, log))
-        for optimizer in parts.loose if transaction.may_undo_update else ():
+        log.at_undo("gradients", partial(self.found.restore, log))
+        for optimizer in parts.loose if undoes_updates else ():
             log.at_undo(id(optimizer), optimizer.held())
         return log
 
@@ -91,12 +96,12 @@ class StepRun:
         judged = self.judged_in_body or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._lesson.facts(judged, self.updates, self.seen.noted, self._watch.continues)
+        learned = self._lesson.facts(judged, self.updates, self._watch.continues)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 reports.append(self._report(judged))
-        if judged.decision is Decision.REFUSE and self.transaction.refuses:
+        if judged.decision is Decision.REFUSE and self.run.refuses:
             return outputs, self._refuse(judged.verdict), learned, reports
         return outputs, *self._commit(judged, learned), reports
 
@@ -110,37 +115,36 @@ class StepRun:
 
     def _run_body(self) -> tuple[Any, bool]:
         """Run the body; return its outputs, and whether torch has raised about a bad number."""
-        transaction = self.transaction
-        body = self.seen.body or transaction.body
+        function = self.seen.body or self.body.function
         try:
             with contextlib.ExitStack() as stack:
                 if not self.is_compiled:
                     stack.enter_context(self.log)
-                    if transaction.may_undo_update:
+                    if self.body.may_undo_update:
                         self._watch.wait(stack)
                 stack.enter_context(self.seen.running(self._on_update))
-                return body(*self.args), False
+                return function(*self.args), False
         except Exception as error:
             if self._can_be_undone and is_numeric(error):
                 return None, True
             if self._can_be_undone:
                 self.log.give_back()
-            if transaction.agreement.count > 1:
+            if self.run.agreement.count > 1:
                 host.leave(error)
             raise
         finally:
             for created in self.log.created:
-                transaction.run.note_created(*created)
+                self.run.note_created(*created)
 
     def _on_update(self, record: Update) -> None:
         """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
-        self._found.note_update()
+        self.found.note_update()
         if not self.updates:
             self._lesson.before_update(self.seen.noted)
         if record.evaluates and self.judged_in_body is None:
-            self.keeps_undo = self.transaction.may_undo_update
-        if self.transaction.refuses and not self.keeps_undo and self.judged_in_body is None:
+            self.keeps_undo = self.body.may_undo_update
+        if self.run.refuses and not self.keeps_undo and self.judged_in_body is None:
             self.judged_in_body = self._judge(None, raised=False)
             self.keeps_undo = self.judged_in_body.decision is Decision.CHECK
         if self.judged_in_body is None or self.judged_in_body.decision is not Decision.REFUSE:
@@ -162,44 +166,44 @@ class StepRun:
     @property
     def _can_be_undone(self) -> bool:
         """Whether the step may still be refused: everything that it has written is kept."""
-        return bool(self.transaction.refuses and (self.keeps_undo or not self.updates))
+        return self.run.refuses and (self.keeps_undo or not self.updates)
 
     # After the body
 
     def _judge(self, outputs: Any, raised: bool) -> Judged:
-        transaction, seen = self.transaction, self.seen
+        seen = self.seen
         if self.log.created:
-            transaction.read_parts()
-        losses = [loss.detach() for loss in seen.losses or transaction.losses(outputs)]
+            self.parts = self.body.read_parts()
+        losses = [loss.detach() for loss in seen.losses or self.body.losses(outputs)]
         has_gradients = not seen.records and seen.noted > 0
         leaves_gradients = has_gradients and not self._lesson.has_written_weights
-        found = frozenset(map(id, self._found.tensors))
+        found = frozenset(map(id, self.found.tensors))
         ran = Ran(seen, self.log, losses, raised, bool(self.updates), leaves_gradients, found)
-        return judge(ran, transaction.parts, transaction.learned, transaction.agreement)
+        return judge(ran, self.parts, self.learned, self.run.agreement)
 
     def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
         """Read the updated state, unless the verdict has, now or with the next step."""
-        transaction, verdict = self.transaction, judged.verdict
+        verdict = judged.verdict
         # The verdict did not see what is written past Keras for the first time.
         unseen = learned.untracked.keys() - self.log.kept.keys()
-        unseen |= learned.uncounted.keys() - transaction.learned.uncounted.keys()
+        unseen |= learned.uncounted.keys() - self.learned.uncounted.keys()
         for created in self._created:
-            transaction.run.note_created(*created)
+            self.run.note_created(*created)
         if self._created:
             learned = replace(learned, stale=True)
-            transaction.read_parts()
+            self.parts = self.body.read_parts()
         is_unread = judged is self.judged_in_body or bool(self._created)
         is_due = bool(self.seen.records) and is_unread
-        is_due = is_due or not transaction.parts.updated.isdisjoint(unseen)
-        if not (transaction.refuses and is_due):
+        is_due = is_due or not self.parts.updated.isdisjoint(unseen)
+        if not (self.run.refuses and is_due):
             return verdict, learned
-        verdict, unread = read_update(transaction.parts, verdict, transaction.agreement)
+        verdict, unread = read_update(self.parts, verdict, self.run.agreement)
         return verdict, replace(learned, unread=unread)
 
     def _refuse(self, verdict: Verdict) -> Verdict:
         """Undo the step; each loss scale is updated. Return the verdict."""
         self.log.give_back()
-        optimizers = self.transaction.parts.train_state.optimizers
+        optimizers = self.parts.train_state.optimizers
         for optimizer in filter(keras_optimizers.scales_of, optimizers):
             scale, counter = keras_optimizers.scales_of(optimizer)
             before = float(scale.value), int(counter.value), optimizer.initial_scale
@@ -210,9 +214,9 @@ class StepRun:
 
     def _report(self, judged: Judged) -> Report:
         """Return the report of a bad step of this process. No argument is copied."""
-        places = judged.places(self.transaction.parts)
+        places = judged.places(self.parts)
         return Report(
-            judged.own._replace(refused=self.transaction.refuses),
+            judged.own._replace(refused=self.run.refuses),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
             as_tensors(self.args),

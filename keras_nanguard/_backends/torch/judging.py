@@ -152,18 +152,10 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
         learned: what earlier steps have shown.
         agreement: the agreement of processes that train together.
     """
-    constants, gradients = frozenset[int](), ran.gradients(parts)
+    gradients = ran.gradients(parts)
     written = {"statistics": ran.statistics(parts, learned.tolerated), **ran.state(parts)}
     tensors = {"gradients": [gradient for _, gradient in gradients], **written}
-    scales = [scale.value for scale, _ in parts.train_state.scales]
-    read = reductions.read(
-        {
-            "losses": [loss.sum() if loss.ndim else loss for loss in ran.losses],
-            "scales": [ran.log.before(scale) for scale in scales],
-            **{site: reductions.norms(given) for site, given in tensors.items()},
-            **{f"previous {site}": norms for site, norms in learned.unread.items()},
-        }
-    )
+    read, constants = _read(ran, parts, tensors, learned.unread), frozenset[int]()
     if not math.isfinite(sum(read["statistics"])):
         constants = ran.constants(written["statistics"], parts)
         kept = [tensor for tensor in written["statistics"] if id(tensor) not in constants]
@@ -179,12 +171,31 @@ def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judge
     if ran.evaluates and not math.isfinite(squares) and all(map(math.isfinite, norms.values())):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
     own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
-    decision, keeps_undo = _decision(ran, read, own), learned.continues is not False
-    verdict = own
+    decision, keeps_undo, verdict = _decision(ran, read, own), learned.continues is not False, own
     if agreement.count > 1:
         decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)
     return Judged(
         ran, decision, keeps_undo, verdict, own, gradients, written, left_by_previous, constants
+    )
+
+
+def _read(
+    ran: Ran,
+    parts: Parts,
+    tensors: Mapping[str, Sequence[Any]],
+    unread: Mapping[str, Sequence[Any]],
+) -> dict[str, list[float]]:
+    """Read the numbers of a verdict, with one read of the device: losses, scales, the norms of
+    these tensors by site, and those norms that the last step has left `unread`.
+    """
+    scales = [scale.value for scale, _ in parts.train_state.scales]
+    return reductions.read(
+        {
+            "losses": [loss.sum() if loss.ndim else loss for loss in ran.losses],
+            "scales": [ran.log.before(scale) for scale in scales],
+            **{site: reductions.norms(given) for site, given in tensors.items()},
+            **{f"previous {site}": norms for site, norms in unread.items()},
+        }
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Judged
-from keras_nanguard._backends.torch.parts import Facts, Parts
+from keras_nanguard._backends.torch.parts import Body, Facts, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 
@@ -24,18 +24,26 @@ class Lesson:
     """What one step shows. Created before it runs.
 
     Args:
-        transaction: the `Transaction`, with what earlier steps have shown.
+        body: the body.
+        parts: the train state.
+        before: what earlier steps have shown.
         log: the undo log of the step.
         is_compiled: whether the body is compiled.
         found: the gradients that the step finds.
     """
 
-    def __init__(self, transaction: Any, log: UndoLog, is_compiled: bool, found: FoundGradients):
-        self._transaction = transaction
-        self._before: Facts = transaction.learned
-        self._parts: Parts = transaction.parts
+    def __init__(
+        self,
+        body: Body,
+        parts: Parts,
+        before: Facts,
+        log: UndoLog,
+        is_compiled: bool,
+        found: FoundGradients,
+    ):
+        self._body, self._parts, self._before = body, parts, before
         self._log, self._is_compiled, self._found = log, is_compiled, found
-        watched = self._parts.small_state if self._transaction.stock else self._parts.all
+        watched = parts.small_state if body.stock else parts.all
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
         self._by_hand: tuple[list[Any], list[Any]] = [], []
@@ -45,38 +53,37 @@ class Lesson:
         """Note what the body has written before its first update, and the number of its losses so
         far.
         """
-        if not self._transaction.stock:
+        if not self._body.stock:
             self._losses = losses
             self._by_hand = self._written(), self._written_uncounted()
 
     def after_update(self) -> None:
         """Note the state after an update."""
-        if not (self._transaction.stock or self._before.continues):
+        if not (self._body.stock or self._before.continues):
             tensors = [tensor for tensor, _ in self._versions]
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def facts(self, judged: Judged, updates: Sequence[Update], losses: int, is_seen: bool) -> Facts:
+    def facts(self, judged: Judged, updates: Sequence[Update], is_seen: bool) -> Facts:
         """Return what this step and those before it have shown, at its end.
 
         Args:
             judged: the verdict.
             updates: the updates that have run.
-            losses: the number of losses.
             is_seen: whether `Watch` has seen that the body continues.
         """
-        before, log = self._before, self._log
+        before, losses = self._before, judged.ran.seen.noted
         by_hand, uncounted = self._by_hand
         by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
         continues = self._continues(updates, losses, is_seen)
-        is_one_of_several = self._transaction.agreement.count > 1
+        is_one_of_several = self._body.run.agreement.count > 1
         return Facts(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
             keeps_undo=judged.keeps_undo if is_one_of_several else continues is not False,
             steps=before.steps + 1,
-            stale=bool(log.created),
+            stale=bool(self._log.created),
             continues=continues,
             updated_by=self._updated_by(updates),
             adds_to_gradients=self._adds_to_gradients(judged.ran.leaves_gradients),
@@ -85,7 +92,7 @@ class Lesson:
 
     def _continues(self, updates: Sequence[Update], losses: int, is_seen: bool) -> bool | None:
         """Return whether the body continues after its first update, see `Facts`."""
-        if self._transaction.stock:
+        if self._body.stock:
             return False
         if self._before.continues or not updates:
             return self._before.continues
@@ -127,7 +134,7 @@ class Lesson:
         """Return those whose value differs although torch has counted no write of them. Only the
         first steps read this.
         """
-        if not self._transaction.is_fresh:
+        if not self._before.is_fresh:
             return []
         kept = [self._log.kept.get(id(tensor)) for tensor, _ in self._versions]
         unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
@@ -137,10 +144,10 @@ class Lesson:
         """Return what the eager step assigns to before it is compiled: a compiled one does not show
         it.
         """
-        if not self._transaction.jit or self._is_compiled:
+        if not self._body.jit or self._is_compiled:
             return []
         parts, kept = self._parts, self._log.kept.items()
-        listed = set(map(id, parts.all if self._transaction.stock else parts.small_state))
+        listed = set(map(id, parts.all if self._body.stock else parts.small_state))
         return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
     def _writes_after(self) -> bool:

@@ -1,17 +1,17 @@
-"""What is known about the train state of a body on PyTorch: its tensors by role, and what its steps
-have shown.
+"""What is known about a body on PyTorch: how it is run, what its steps have shown, and the tensors
+of its train state by role.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from keras_nanguard._backends.interface import Learned
+from keras_nanguard._backends.interface import Learned, Run
 from keras_nanguard._backends.torch.modules import (
     TensorVariable,
     TorchOptimizer,
@@ -25,6 +25,43 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
+
+
+FRESH = 2
+"""Number of first steps in which the train state is read each time and everything is kept, to find
+the tensors that a step writes.
+
+The second step shows whether the loop adds to existing gradients, as one that accumulates over
+steps does.
+"""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body, and how it is run.
+
+    Attributes:
+        function: the step, `function(*args) -> outputs`.
+        run: the facts of the run.
+        losses: returns the losses among the outputs of a step that shows no others.
+        stock: whether it is Keras' own train step, in which nothing can fail after the update.
+        jit: whether it is compiled, once its writes are known.
+    """
+
+    function: Callable[..., Any]
+    run: Run
+    losses: Callable[[Any], list[Any]]
+    stock: bool
+    jit: bool
+
+    @property
+    def may_undo_update(self) -> bool:
+        """Whether a step may be updated before its verdict, because it continues."""
+        return self.run.refuses and not self.stock
+
+    def read_parts(self) -> Parts:
+        """Read the train state."""
+        return Parts(self.run.read_train_state(), self.run.model)
 
 
 @dataclass(frozen=True)
@@ -56,6 +93,11 @@ class Facts(Learned):
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     adds_to_gradients: bool | None = None
     uncounted: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is not known yet what the body writes."""
+        return self.steps < FRESH
 
 
 class Parts:

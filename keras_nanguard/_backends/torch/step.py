@@ -32,16 +32,8 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch.execution import StepRun, as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Facts, Parts
+from keras_nanguard._backends.torch.parts import Body, Facts, Parts
 from keras_nanguard._core.verdict import Report, Verdict
-
-FRESH = 2
-"""Number of first steps in which the train state is read each time and everything is kept, to find
-the tensors that a step writes.
-
-The second step shows whether the loop adds to existing gradients, as one that accumulates over
-steps does.
-"""
 
 REFRESH = 100
 """Steps between two later readings of the train state."""
@@ -97,13 +89,13 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
-        may_undo_update: whether a step may be updated before its verdict, because it continues.
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
         verdict: the verdict of the last step.
     """
 
     learned: Facts
+    parts: Parts
     verdict: Verdict
 
     def __init__(
@@ -117,11 +109,10 @@ class Transaction(interface.Transaction):
         compiled: Intercept | None = None,
     ):
         self.body = self.replayed = body
-        self.run, self.stock, self.jit, self.compiled = run, stock, jit, compiled
+        self.run, self.jit, self.compiled = run, jit, compiled
         self.model = run.model if of_trainer else None
         self.losses = losses_in_logs if of_trainer else scalars
-        self.refuses, self.agreement = run.refuses, run.agreement
-        self.may_undo_update = self.refuses and not stock
+        self._body = Body(body, run, self.losses, stock, jit)
         self.learned = Facts()
         self.given: Any = None
         self.reports: list[Report] = []
@@ -140,10 +131,11 @@ class Transaction(interface.Transaction):
         replaced = self._current_optimizer is not self._optimizer
         if replaced:
             self.compiled = None
-        if learned.stale or self.is_fresh or replaced or learned.steps % REFRESH == 0:
-            self.read_parts()
+        if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
+            self._optimizer = self._current_optimizer
+            self.parts = self._body.read_parts()
         self.given = Given.of(args)
-        step = StepRun(self, args)
+        step = StepRun(self._body, self.parts, learned, self._intercept(), args)
         try:
             outputs, self.verdict, self.learned, reports = step.complete()
         except BaseException:
@@ -154,21 +146,11 @@ class Transaction(interface.Transaction):
         self.reports += reports
         return outputs
 
-    def read_parts(self) -> None:
-        """Read the train state."""
-        self._optimizer = self._current_optimizer
-        self.parts = Parts(self.run.read_train_state(), self.run.model)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it is not known yet what the body writes."""
-        return self.learned.steps < FRESH
-
-    def intercept(self) -> Intercept:
+    def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers
-        if not self.jit or self.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
+        if not self.jit or self.learned.is_fresh:
+            return Intercept(self.model, optimizers, roots=not (self._body.stock or self.jit))
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 
