@@ -1,4 +1,4 @@
-"""Single steps on PyTorch, with the transaction around them and without a fit."""
+"""Single steps on PyTorch, with the transaction around them and without a fit; and watched loops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from keras import layers, ops
 
+from keras_nanguard import NanGuard
 from keras_nanguard._backends.torch.modules import adapted as adapted
 from keras_nanguard._backends.torch.step import Transaction
 from keras_nanguard._fit.agreement import Agreement
@@ -88,3 +89,18 @@ BODIES = {"stock": lambda model: None, "own": own, "twice": twice}
 """The kinds of steps, each with a function that returns its body for a model; none is that of
 Keras.
 """
+
+
+# Loops of torch
+
+
+def loss_of(net, batch):
+    """The squared error of a network whose target is the sum of each row without its NaN."""
+    return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+
+
+def watched(net, optimizers, step, batches):
+    """Run a step on each batch; return the guard and what the steps have returned."""
+    with (guard := NanGuard(verbose=0)).watch(net, *optimizers):
+        run_step = guard.step(step)
+        return guard, [run_step(batch) for batch in batches]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
+from support.torch_steps import loss_of, watched
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -49,7 +50,7 @@ class Loop:
         self.total, self.closure = torch.zeros(()), closure
 
     def loss(self, batch):
-        return (self.net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
+        return loss_of(self.net, batch)
 
     def backward(self, batch):
         self.optimizer.zero_grad()
@@ -94,12 +95,8 @@ def trained(loop, batches):
     return loop.state()
 
 
-def guarded(loop, batches, **arguments):
-    guard = NanGuard(verbose=0, **arguments)
-    with guard.watch(loop.net, loop.optimizer):
-        step = guard.step(loop.__call__)
-        for batch in batches:
-            step(batch)
+def guarded(loop, batches):
+    guard, _ = watched(loop.net, [loop.optimizer], loop.__call__, batches)
     return loop.state(), guard
 
 
@@ -257,24 +254,12 @@ def network():
     return torch.nn.Linear(6, 1)
 
 
-def loss_of(net, batch):
-    return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
-
-
-def watched(net, optimizer, step, batches):
-    with (guard := NanGuard(verbose=0)).watch(net, optimizer):
-        run_step = guard.step(step)
-        for batch in batches:
-            run_step(batch)
-    return guard
-
-
 def run(net, optimizer, step, batches, bad, is_watched):
     """Watch a loop, in which only the bad batches have an incident; or run it without the guard and
     these batches.
     """
     if is_watched:
-        assert [i.step for i in watched(net, optimizer, step, batches).incidents] == list(bad)
+        assert [i.step for i in watched(net, [optimizer], step, batches)[0].incidents] == list(bad)
     else:
         for number, batch in enumerate(batches):
             if number not in bad:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support.torch_steps import loss_of, watched
 
 from keras_nanguard import NanGuard
 
@@ -20,21 +21,10 @@ def network(seed=0):
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
-def loss_of(net, batch):
-    return (net(batch) - batch.nan_to_num().sum(1, keepdim=True)).square().mean()
-
-
 def poisoned(bad=BAD):
     batches = BATCHES.clone()
     batches[list(bad)] = math.nan
     return batches
-
-
-def watched(net, optimizers, step, batches):
-    """Run a step on each batch; return the guard and what the steps have returned."""
-    with (guard := NanGuard(verbose=0)).watch(net, *optimizers):
-        run_step = guard.step(step)
-        return guard, [run_step(batch) for batch in batches]
 
 
 def compared(make, bad=BAD):
