@@ -18,7 +18,7 @@ from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Decision, Judged, Ran, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
-from keras_nanguard._backends.torch.parts import Body, Facts, Parts
+from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -53,11 +53,11 @@ class StepRun:
     judged_in_body: Judged | None = None
 
     def __init__(
-        self, body: Body, parts: Parts, learned: Facts, seen: Intercept, args: Sequence[Any]
+        self, body: Body, parts: Parts, learned: Learned, seen: Intercept, args: Sequence[Any]
     ):
         self.body, self.run, self.parts, self.learned = body, body.run, parts, learned
         self.seen, self.args = seen, args
-        self.is_compiled = seen.body is not None
+        self.is_compiled = seen.compiled is not None
         keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
         self.keeps_undo = body.may_undo_update and keeps_undo
         may_add = learned.is_fresh or learned.adds_to_gradients is not False
@@ -87,7 +87,7 @@ class StepRun:
             log.at_undo(id(optimizer), optimizer.held())
         return log
 
-    def complete(self) -> tuple[Any, Verdict, Facts, list[Report]]:
+    def complete(self) -> tuple[Any, Verdict, Learned, list[Report]]:
         """Run the step; commit or refuse it. Return the outputs, `None` if the body raised an
         exception about a bad number, the verdict, what the steps have shown, and the report of a
         bad one.
@@ -96,7 +96,7 @@ class StepRun:
         judged = self.judged_in_body or self._judge(outputs, raised)
         if judged.decision is Decision.CHECK:
             judged = self._judge(outputs, raised)
-        learned = self._lesson.facts(judged, self.updates, self._watch.continues)
+        learned = self._lesson.learned(judged, self.updates, self._watch.continues)
         reports: list[Report] = []
         if judged.decision is Decision.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
@@ -115,7 +115,7 @@ class StepRun:
 
     def _run_body(self) -> tuple[Any, bool]:
         """Run the body; return its outputs, and whether torch has raised about a bad number."""
-        function = self.seen.body or self.body.function
+        function = self.seen.compiled or self.body.function
         try:
             with contextlib.ExitStack() as stack:
                 if not self.is_compiled:
@@ -181,7 +181,7 @@ class StepRun:
         ran = Ran(seen, self.log, losses, raised, bool(self.updates), leaves_gradients, found)
         return judge(ran, self.parts, self.learned, self.run.agreement)
 
-    def _commit(self, judged: Judged, learned: Facts) -> tuple[Verdict, Facts]:
+    def _commit(self, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
         """Read the updated state, unless the verdict has, now or with the next step."""
         verdict = judged.verdict
         # The verdict did not see what is written past Keras for the first time.

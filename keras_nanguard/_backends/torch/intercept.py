@@ -44,7 +44,7 @@ class Intercept:
         roots: whether to note the losses of an eager step that does not call `compute_loss`.
 
     Attributes:
-        body: the compiled step, or `None`.
+        compiled: the compiled step, or `None`.
         records: the calls of the optimizers, in order.
         noted: how many losses were noted.
     """
@@ -62,7 +62,7 @@ class Intercept:
     ):
         self.model = model
         self._notes_roots = roots and body is None
-        self.body = None if body is None else torch.compile(body)
+        self.compiled = None if body is None else torch.compile(body)
         optimizers = list(optimizers)
         self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
         scaled = filter(keras_optimizers.is_loss_scaled, optimizers if self._notes_roots else ())
@@ -120,7 +120,7 @@ class Intercept:
 
     def _excluded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that a compiled step calls without compiling it."""
-        return function if self.body is None else torch.compiler.disable(function)
+        return function if self.compiled is None else torch.compiler.disable(function)
 
     def _replacement(self, optimizer: Any) -> tuple[Any, str, Callable[..., Any]]:
         """Return the object, the name of its method that updates, and what replaces it."""
@@ -128,7 +128,7 @@ class Intercept:
         if of_torch is not None:
             return of_torch, "step", self._stepper(of_torch.step, optimizer)
         real = optimizer.apply
-        if self.body is not None and not keras_optimizers.is_loss_scaled(optimizer):
+        if self.compiled is not None and not keras_optimizers.is_loss_scaled(optimizer):
             real = torch.compile(real)
 
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:

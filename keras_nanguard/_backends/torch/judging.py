@@ -14,7 +14,7 @@ from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Facts, Parts
+from keras_nanguard._backends.torch.parts import Learned, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 
@@ -142,7 +142,7 @@ class Judged:
         ]
 
 
-def judge(ran: Ran, parts: Parts, learned: Facts, agreement: Agreement) -> Judged:
+def judge(ran: Ran, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here. Sets `agreement.news`.
 

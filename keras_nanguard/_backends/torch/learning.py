@@ -12,7 +12,7 @@ from typing import Any
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Judged
-from keras_nanguard._backends.torch.parts import Body, Facts, Parts
+from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 
@@ -36,7 +36,7 @@ class Lesson:
         self,
         body: Body,
         parts: Parts,
-        before: Facts,
+        before: Learned,
         log: UndoLog,
         is_compiled: bool,
         found: FoundGradients,
@@ -64,7 +64,7 @@ class Lesson:
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def facts(self, judged: Judged, updates: Sequence[Update], is_seen: bool) -> Facts:
+    def learned(self, judged: Judged, updates: Sequence[Update], is_seen: bool) -> Learned:
         """Return what this step and those before it have shown, at its end.
 
         Args:
@@ -78,7 +78,7 @@ class Lesson:
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
         continues = self._continues(updates, losses, is_seen)
         is_one_of_several = self._body.run.agreement.count > 1
-        return Facts(
+        return Learned(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
             keeps_undo=judged.keeps_undo if is_one_of_several else continues is not False,
@@ -91,7 +91,7 @@ class Lesson:
         )
 
     def _continues(self, updates: Sequence[Update], losses: int, is_seen: bool) -> bool | None:
-        """Return whether the body continues after its first update, see `Facts`."""
+        """Return whether the body continues after its first update, see `Learned`."""
         if self._body.stock:
             return False
         if self._before.continues or not updates:
@@ -104,7 +104,7 @@ class Lesson:
         return False if has_seen_all else None
 
     def _adds_to_gradients(self, leaves_gradients: bool) -> bool | None:
-        """Return whether the body adds to the gradients that it finds, see `Facts`."""
+        """Return whether the body adds to the gradients that it finds, see `Learned`."""
         before = self._before.adds_to_gradients
         if before or self._found.are_added_to():
             return True

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keras_nanguard._backends.interface import Learned, Run
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.torch.modules import (
     TensorVariable,
     TorchOptimizer,
@@ -49,7 +49,7 @@ class Body:
     """
 
     function: Callable[..., Any]
-    run: Run
+    run: interface.Run
     losses: Callable[[Any], list[Any]]
     stock: bool
     jit: bool
@@ -65,7 +65,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Facts(Learned):
+class Learned(interface.Learned):
     """What the steps of one body have shown. Keys are the `id` of tensors; untracked ones are kept
     before each step.
 

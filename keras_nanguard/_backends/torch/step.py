@@ -32,7 +32,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch.execution import StepRun, as_tensors
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Body, Facts, Parts
+from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._core.verdict import Report, Verdict
 
 REFRESH = 100
@@ -94,7 +94,7 @@ class Transaction(interface.Transaction):
         verdict: the verdict of the last step.
     """
 
-    learned: Facts
+    learned: Learned
     parts: Parts
     verdict: Verdict
 
@@ -113,7 +113,7 @@ class Transaction(interface.Transaction):
         self.model = run.model if of_trainer else None
         self.losses = losses_in_logs if of_trainer else scalars
         self._body = Body(body, run, self.losses, stock, jit)
-        self.learned = Facts()
+        self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
@@ -155,7 +155,7 @@ class Transaction(interface.Transaction):
         return self.compiled
 
     def inherit(self, other: interface.Transaction) -> None:
-        if isinstance(other.learned, Facts):
+        if isinstance(other.learned, Learned):
             steps = min(other.learned.steps, 1)
             continues = other.learned.continues or None  # perhaps of another function
             self.learned = replace(
