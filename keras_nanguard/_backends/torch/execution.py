@@ -203,14 +203,17 @@ class StepRun:
     def _refuse(self, verdict: Verdict) -> Verdict:
         """Undo the step; each loss scale is updated. Return the verdict."""
         self.log.give_back()
-        optimizers = self.parts.train_state.optimizers
-        for optimizer in filter(keras_optimizers.scales_of, optimizers):
+        verdict, optimizers = verdict._replace(refused=True), self.parts.train_state.optimizers
+        scaled = list(filter(keras_optimizers.scales_of, optimizers))
+        if scaled and verdict.only_gradients:  # the loop begins its next sum, as without the guard
+            self.found.clear()
+        for optimizer in scaled:
             scale, counter = keras_optimizers.scales_of(optimizer)
             before = float(scale.value), int(counter.value), optimizer.initial_scale
             after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
             scale.assign(after[0])
             counter.assign(after[1])
-        return verdict._replace(refused=True)
+        return verdict
 
     def _report(self, judged: Judged) -> Report:
         """Return the report of a bad step of this process. No argument is copied."""

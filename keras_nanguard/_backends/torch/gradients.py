@@ -62,13 +62,17 @@ class FoundGradients:
         no later step could correct, is dropped.
         """
         in_use = self._in_use()
-        for holder in self._holders:
-            holder.grad = None
+        self.clear()
         for found in in_use:
             before = [log.kept[id(local(found.gradient))].value]
             norms = map(float, reductions.norms(before))
             if math.isfinite(reductions.norm_of(norms, before)):
                 found.holder.grad = found.gradient
+
+    def clear(self) -> None:
+        """Leave no gradients."""
+        for holder in self._holders:
+            holder.grad = None
 
     def _in_use(self) -> list[_Found]:
         if self._at_update is not None:

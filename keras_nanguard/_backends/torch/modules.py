@@ -226,8 +226,12 @@ class TorchOptimizer:
 
     @property
     def slots(self) -> list[Any]:
-        """The tensors in its state, or the shards of them that this process has."""
+        """The tensors in its state, or the shards of them that this process has, without a variable
+        for each. Variables of replaced ones are dropped.
+        """
         found = [slot for _, slots in slots_of(self.of) for slot in slots.values()]
+        for key in self._slots.keys() - set(map(id, found)):
+            del self._slots[key]
         return [local(slot) for slot in found if isinstance(slot, torch.Tensor)]
 
     @property

@@ -70,6 +70,35 @@ def test_a_train_step_that_adds_up_gradients_over_several_calls(batches):
     assert same(trained(batches, True), trained([batch for batch in batches if batch is not BAD], False))
 
 
+@pytest.mark.parametrize("bad", range(6))
+def test_an_overflow_in_a_sum_of_gradients_of_a_scaled_loss(bad):
+    """The loop begins its next sum, as in plain Keras."""
+
+    def trained(guarded):
+        model, done = network(scaled()), []
+
+        def body(x, y):
+            loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+            overflow = math.inf if len(done) == bad else 0.0
+            (model.optimizer.scale_loss(loss) + overflow * model.layers[-1].kernel.value.sum()).backward()
+            done.append(x)
+            if len(done) % 3 == 0:
+                with torch.no_grad():
+                    model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+                model.zero_grad()
+            return loss
+
+        guard = NanGuard(verbose=0)
+        with guard.watch(model, model.optimizer):
+            step = guard.step(body) if guarded else body
+            for factor in range(1, 10):
+                step(factor * X, Y)
+        assert guard.incidents == []
+        return state(model)
+
+    assert same(trained(True), trained(False))
+
+
 @pytest.mark.parametrize("kind", ["stock", "own", "loop"])
 @pytest.mark.parametrize("good", [1, 3])
 def test_gradients_that_a_refused_step_leaves(kind, good):
