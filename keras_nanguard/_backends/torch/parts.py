@@ -26,7 +26,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.train_state import TrainState
 
-
 FRESH = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
 the tensors that a step writes.
