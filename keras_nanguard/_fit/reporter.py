@@ -1,9 +1,11 @@
-"""Prints the lines of a guard."""
+"""Selects and prints the lines of a guard."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident, Lowered
@@ -16,12 +18,14 @@ class Reporter:
     """Prints the lines of one guard.
 
     Args:
-        verbose: 0 prints nothing, 1 new kinds of incidents, 2 every incident.
+        verbose: 0 prints nothing; 1 the first incident of each kind, then the 10th, the 100th, ...,
+            and each that changes the model, the optimizer or the training; 2 every incident.
     """
 
     def __init__(self, verbose: int):
         self.verbose = verbose
-        self._lines = console.Lines()
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._most_refused = 0
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
         self._details = _details(None)
@@ -42,22 +46,45 @@ class Reporter:
         """
         self._of_run.append(incident)
         context = console.Context(samples, lowered, self._details)
-        what = (incident, context, self.verbose == 2)
-        self.attempt("print a line", lambda: self.line(self._lines.line(*what)))
+        self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
+
+    def _line_of(self, incident: Incident, context: console.Context) -> str:
+        """Count an incident; return its line, `""` if it is only counted."""
+        kind = (*console.kind_of(incident), incident.changes)
+        self._seen[kind] += 1
+        count = self._seen[kind]
+        if self.verbose == 2:
+            return console.incident_line(incident)
+        changes = not console.CHANGING.isdisjoint(incident.changes)
+        new = count == 1 or incident.decision is None or changes
+        is_round = count >= 10 and str(count).strip("0") == "1"
+        if not (new or is_round):
+            return ""
+        return console.printable(console.brief_line(incident, context, 0 if new else count))
 
     def epoch(
-        self, counts: Counts, epoch: int, unmeasured: Iterable[str], committed_before: bool
+        self, counts: Counts, epoch: int, unmeasured: Collection[str], committed_before: bool
     ) -> None:
-        """Print the line at the end of an epoch, if there is one.
+        """Print the line at the end of an epoch with refused steps: of the first one, of one with
+        at least twice as many as the last printed one, or without committed steps; if `verbose` is
+        2, of each.
 
-        Ordinary overflows under dynamic loss scaling are part of a healthy run: without any other
-        refused step there is no line, unless all steps were refused or `verbose` is 2.
+        Ordinary overflows under dynamic loss scaling are part of a healthy run: an epoch with no
+        other refused steps has no line, unless all of its steps were refused or `verbose` is 2.
+
+        Args:
+            counts: the numbers of steps.
+            epoch: the epoch.
+            unmeasured: names of logs that no committed step of this fit has measured.
+            committed_before: whether any step of this fit has committed.
         """
-        refused, committed, every = counts.epoch_refused, counts.epoch_committed, self.verbose == 2
-        if counts.epoch_overflows >= refused and committed > 0 and not every:
-            return
-        seen = (refused, committed, sorted(unmeasured), committed_before, every)
-        self.attempt("print a line", lambda: self.line(self._lines.epoch(epoch, *seen)))
+        refused, committed = counts.epoch_refused, counts.epoch_committed
+        ordinary = counts.epoch_overflows >= refused and committed > 0
+        more = refused >= 2 * self._most_refused or not committed
+        if refused and (self.verbose == 2 or (more and not ordinary)):
+            self._most_refused = max(refused, self._most_refused)
+            seen = (epoch, refused, committed, bool(unmeasured), committed_before)
+            self.attempt("print a line", lambda: self.line(console.epoch_line(*seen)))
 
     def end(self, counts: Counts) -> None:
         """Print the table at the end of a run, if there were incidents."""

@@ -1,5 +1,5 @@
 """Incidents as text: the printed line, of at most 120 characters, the most important part first;
-the summary.
+the line of an epoch; the summary.
 
 Cause code, findings and outcomes are in `str(incident)`, which `verbose=2` prints, and in the
 report. The texts for each cause are in `_core/causes.toml`. Pure functions from records to strings.
@@ -177,65 +177,27 @@ CHANGING = frozenset(name for name, action in ACTIONS.items() if action.changes 
 """Actions that change the run. Every incident with one of them is printed."""
 
 
-class Lines:
-    """Selects the lines to print during training: the first incident of each kind, then the 10th,
-    the 100th, ...
+def epoch_line(
+    epoch: int, refused: int, committed: int, unmeasured: bool, committed_before: bool
+) -> str:
+    """Return the line at the end of an epoch with refused steps.
 
-    An incident with a change of the model, the optimizer or the training is always printed. All
-    methods take whether to print every line.
+    Args:
+        epoch: the epoch.
+        refused, committed: numbers of its refused and committed steps.
+        unmeasured: whether no committed step of this fit has measured some of the logs.
+        committed_before: whether any step of this fit has committed.
     """
-
-    def __init__(self) -> None:
-        self._seen: Counter[tuple[Any, ...]] = Counter()
-        self._most_printed = 0
-
-    def line(self, incident: Incident, context: Context, every: bool = False) -> str:
-        """Return the line of an incident, or `""` if it is only counted."""
-        kind = (*_kind(incident), incident.changes)
-        self._seen[kind] += 1
-        count = self._seen[kind]
-        round_number = count >= 10 and str(count).strip("0") == "1"
-        new = count == 1 or incident.decision is None or not CHANGING.isdisjoint(incident.changes)
-        if every:
-            return incident_line(incident)
-        if not new and not round_number:
-            return ""
-        return printable(brief_line(incident, context, 0 if new else count))
-
-    def epoch(
-        self,
-        epoch: int,
-        refused: int,
-        committed: int,
-        unmeasured: Sequence[str] = (),
-        committed_before: bool = True,
-        every: bool = False,
-    ) -> str:
-        """Return the line at the end of an epoch, or `""` if it would repeat an earlier one.
-
-        A line is printed for the first epoch with refused steps, for an epoch with at least twice
-        as many as the last printed one, and for an epoch without committed steps.
-
-        Args:
-            epoch: the epoch.
-            refused, committed: numbers of its refused and committed steps.
-            unmeasured: names of logs that no committed step of this fit has measured.
-            committed_before: whether any step of this fit has committed.
-            every: whether each epoch with refused steps has a line.
-        """
-        if not (refused and (refused >= 2 * self._most_printed or not committed or every)):
-            return ""
-        self._most_printed = max(refused, self._most_printed)
-        head = f"NanGuard: epoch {epoch + 1}"
-        if committed:
-            total = refused + committed
-            return f"{head} metrics exclude {times(refused, 'skipped step')} of {total}."
-        head = f"{head}: all {times(refused, 'step')} skipped"
-        if unmeasured:
-            return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
-        if committed_before:
-            return f"{head}; the logs are those of the last good step."
-        return f"{head}; the logs have the loss of the last skipped step."
+    head = f"NanGuard: epoch {epoch + 1}"
+    if committed:
+        total = refused + committed
+        return f"{head} metrics exclude {times(refused, 'skipped step')} of {total}."
+    head = f"{head}: all {times(refused, 'step')} skipped"
+    if unmeasured:
+        return f"{head}; +-3.4e+38 in the logs means not measured, and never counts as best."
+    if committed_before:
+        return f"{head}; the logs are those of the last good step."
+    return f"{head}; the logs have the loss of the last skipped step."
 
 
 def incident_line(incident: Incident) -> str:
@@ -295,13 +257,13 @@ def kinds(incidents: Sequence[Incident], steps: Sequence[int] = ()) -> list[Kind
     """
     groups: dict[tuple[Any, ...], Kind] = {}
     for incident, step in zip(incidents, steps or [incident.step for incident in incidents]):
-        kind = groups.setdefault(_kind(incident), Kind([], []))
+        kind = groups.setdefault(kind_of(incident), Kind([], []))
         kind.incidents.append(incident)
         kind.steps.append(step)
     return sorted(groups.values(), key=lambda kind: len(kind.steps), reverse=True)
 
 
-def _kind(incident: Incident) -> tuple[Any, ...]:
+def kind_of(incident: Incident) -> tuple[Any, ...]:
     """Return the key that incidents of the same kind share."""
     return (incident.refused, why(incident))
 

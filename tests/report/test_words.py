@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,11 @@ from keras_nanguard._core.totals import Totals
 from keras_nanguard._diagnose.examine import Examination
 from keras_nanguard._diagnose.replay import Replay
 from keras_nanguard._files.reports import RecalibrateReport, RepairReport, ScanReport
+from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import (
     Context,
-    Lines,
     brief_line,
     kinds,
     summary,
@@ -73,7 +74,6 @@ def test_line():
 
 NOT_DONE = Outcome("rollback", "skipped", "there is no verified snapshot to restore")
 SLOWER = Outcome("lower_lr", "done", "learning rate of sgd: 3 -> 0.3")
-NOTHING = Context()
 RATES = [Lowered("sgd", 3.0, 0.3)]
 ROW = BadSample("x[700]", 700, "f00d", 1, (5,), "NaN")
 NAMED = BadSample("cat.png", 700, "f00d", 1, (5,), "NaN")
@@ -218,35 +218,59 @@ def test_a_guard_prints_its_summary():
     assert repr(NanGuard("stop", verbose=0)) == "NanGuard('stop', 0 incidents)"
 
 
+class Printed(Reporter):
+    """Returns the lines that it prints."""
+
+    def __init__(self):
+        super().__init__(verbose=1)
+        self.lines = []
+        self.line = self.lines.append
+
+    def printed(self):
+        """Return the lines since the last call, joined."""
+        found = "\n".join(filter(None, self.lines))
+        self.lines.clear()
+        return found
+
+    def of(self, one):
+        self.incident(one, (), ())
+        return self.printed()
+
+    def of_epoch(self, epoch, refused, committed, unmeasured=()):
+        counts = {"epoch_refused": refused, "epoch_committed": committed, "epoch_overflows": 0}
+        self.epoch(SimpleNamespace(**counts), epoch, unmeasured, True)
+        return self.printed()
+
+
 class TestLines:
 
     def test_other_rows_of_the_same_kind(self):
         """One cause in one place is one kind, for any rows and any first finding."""
-        lines = Lines()
+        lines = Printed()
         found = [incident(diagnosis=DIAGNOSIS), incident(findings=(Finding("loss"),), diagnosis=replace(DIAGNOSIS, samples=(3,)))]
-        assert [bool(lines.line(one, NOTHING)) for one in found] == [True, False]
+        assert [bool(lines.of(one)) for one in found] == [True, False]
 
     def test_changes_are_always_printed(self):
         """All that change the run or are outside of training have a line; mere warnings do not."""
         back, kept = ((Outcome(action, "done", "so"),) for action in ("rollback", "warn"))
         for fields in ({"outcomes": back}, {"decision": None, "outcomes": ()}):
-            lines = Lines()
-            assert all(lines.line(incident(step, 0, step, **fields), NOTHING) for step in range(30))
-        lines = Lines()
-        assert sum(bool(lines.line(incident(step, 0, step, outcomes=kept), NOTHING)) for step in range(9)) == 1
+            lines = Printed()
+            assert all(lines.of(incident(step, 0, step, **fields)) for step in range(30))
+        lines = Printed()
+        assert sum(bool(lines.of(incident(step, 0, step, outcomes=kept))) for step in range(9)) == 1
 
     def test_round_numbers(self):
         """In a loop without epochs the 10th, 100th and 1000th of a kind, with this number."""
-        lines = Lines()
-        reported = {n: line for n in range(1, 1001) if (line := lines.line(incident(n, 0, n), NOTHING))}
+        lines = Printed()
+        reported = {n: line for n in range(1, 1001) if (line := lines.of(incident(n, 0, n)))}
         assert list(reported) == [1, 10, 100, 1000] and " 100th incident of this kind." in reported[100]
 
     def test_epochs(self):
         """The first with refused steps, or with twice those of the last line, or with no other."""
-        lines = Lines()
-        reported = [bool(lines.epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
+        lines = Printed()
+        reported = [bool(lines.of_epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
         assert reported == [False, True, False, False, False, True, False, False]
-        assert lines.epoch(8, 3, 0, ["loss"]) and lines.epoch(9, 3, 0, ["loss"])
+        assert lines.of_epoch(8, 3, 0, ["loss"]) and lines.of_epoch(9, 3, 0, ["loss"])
 
 
 def test_kinds():
