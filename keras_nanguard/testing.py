@@ -28,7 +28,13 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError, expected, require_keras_3
+from keras_nanguard._core.errors import (
+    GuardError,
+    expected,
+    require_count,
+    require_keras_3,
+    require_one_of,
+)
 from keras_nanguard._core.literals import FaultKind, FaultSite
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.settings import matches_path
@@ -146,18 +152,16 @@ def inject(
     assert [i.step for i in guard.incidents] == [3, 7] == list(fault.fired)
     ```
     """
-    _check("site", site, SITES)
-    _check("kind", kind, KINDS)
+    require_one_of("site", site, SITES)
+    require_one_of("kind", kind, KINDS)
     require_keras_3(model)
     if not hasattr(model, "train_step") or not getattr(model, "compiled", False):
         remedy = "Call model.compile(optimizer, loss) first."
         raise GuardError(expected("a compiled keras.Model", f"model={model!r}", remedy))
     starts = _whole("step", step)
-    for name, number in (("count", count), ("entries", 1 if entries is None else entries)):
-        if not isinstance(number, int) or number < 1:
-            remedy = "Leave it out for 1." if name == "count" else "Use None for all of them."
-            what = f"{name} to be a whole number above 0"
-            raise GuardError(expected(what, f"{name}={number!r}", remedy))
+    require_count("count", count)
+    if entries is not None:
+        require_count("entries", entries)
     steps = tuple(sorted({first + i for first in starts for i in range(count)}))
     chosen = None if rows is None else _whole("rows", rows)
     fault = Fault(site, kind, steps, path, chosen, entries, magnitude)
@@ -237,7 +241,7 @@ def corrupt(
                 corrupt(self.model.layers[0].kernel, "inf")
     ```
     """
-    _check("kind", kind, KINDS)
+    require_one_of("kind", kind, KINDS)
     dtype = getattr(variable, "dtype", None)
     if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(dtype):
         received = f"variable={getattr(variable, 'path', variable)!r} of dtype {dtype}"
@@ -250,12 +254,6 @@ def corrupt(
     wide = finiteness.widen(flat[:entries])
     flat[:entries] = np.where(wide == 0, magnitude, wide * magnitude) if value is None else value
     keras_variables.write(variable, array)
-
-
-def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        what = f"{name} to be one of {', '.join(map(repr, allowed))}"
-        raise GuardError(expected(what, f"{name}={value!r}", f"Correct {name}."))
 
 
 def _whole(name: str, value: Any) -> tuple[int, ...]:

@@ -118,7 +118,6 @@ ROWS = np.ones((8, 4), "float32")
         (recalibrate, {"x": ROWS, "only": 3}, "only=3"),
         (repair, {"only": 3}, "only=3"),
         (repair, {"only": [3]}, "only="),
-        (repair, {"seed": "a"}, "seed='a'"),
         (repair, {"limit": "a"}, "limit='a'"),
         (scan, {"limit": "a"}, "limit='a'"),
         (scan, {"statistics_limit": None}, "statistics_limit=None"),

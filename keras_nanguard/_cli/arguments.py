@@ -85,9 +85,9 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return number
 
 
-def count(name: str, text: str, default: int | None = None, low: int = 1) -> Argument:
-    """Return an option that is a whole number of at least `low`."""
-    return argument(name, "NUMBER", text, type=number(int, low), default=default)
+def count(name: str, text: str, default: int | None = None) -> Argument:
+    """Return an option that is a whole number above 0."""
+    return argument(name, "NUMBER", text, type=number(int, 1), default=default)
 
 
 # Arguments of several commands

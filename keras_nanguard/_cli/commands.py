@@ -91,14 +91,13 @@ def _method(role: str) -> Argument:
     *LIMITS,
     flag("--in-place", "replace the file; the old one is kept as FILE.bak"),
     flag("--dry-run", "list what would change and write nothing"),
-    count("--seed", "seed for the weights of --weights initial", low=0),
     JSON,
 )
 def repair(given: argparse.Namespace) -> int:
     """Replace the bad values of a model file, and nothing else, in a new file."""
     from keras_nanguard._files.repair import repair as repair_file
 
-    names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite", "seed")
+    names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite")
     names += ("limit", "statistics_limit")
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     report = repair_file(given.path, given.output, **options)

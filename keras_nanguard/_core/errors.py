@@ -6,7 +6,10 @@ Keras).
 
 from __future__ import annotations
 
+import numbers
 import os
+from collections.abc import Sequence
+from typing import Any
 
 BACKENDS = ("tensorflow", "jax", "torch")
 """Names of the supported backends of Keras, each with its package in `_backends`."""
@@ -44,6 +47,20 @@ def no_model(received: object, command: str) -> GuardError:
     name = received.__name__ if isinstance(received, type) else type(received).__name__
     what = f"the class {name}" if isinstance(received, type) else f"an object of class {name}"
     return GuardError(expected("a Keras model", what, "Pass the model itself."))
+
+
+def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise a `GuardError` for an argument that is none of these words."""
+    if value not in allowed:
+        what = f"{name} to be one of {', '.join(allowed)}"
+        raise GuardError(expected(what, f"{name}={value!r}", "Choose one of them."))
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raise a `GuardError` for an argument that is not a whole number above 0."""
+    if not (isinstance(value, numbers.Integral) and int(value) > 0):
+        what, remedy = f"{name} to be a whole number above 0", "Leave it out for the default."
+        raise GuardError(expected(what, f"{name}={value!r}", remedy))
 
 
 def require_path(received: object, remedy: str) -> None:

@@ -1,12 +1,11 @@
 """Values as plain JSON and plain text, and those of untrusted files. The depth of JSON is limited,
-so that recursive code does not exhaust the stack; text is safe to print and safe in Markdown.
+so that recursive code does not exhaust the stack; text is safe to print.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,15 +84,3 @@ def one_line(text: object) -> str:
 def printable(text: str) -> str:
     """Return a text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def markdown_text(text: object) -> str:
-    """Return a text as one line of Markdown that shows it as it is: no HTML, no link, no emphasis.
-
-    Viewers such as GitHub make links of bare addresses, too. A backslash prevents those that begin
-    with `http://` or `www.`; an e-mail address remains a link after a backslash, so its `@` is
-    shown as code.
-    """
-    line = re.sub(r"[\\`*<>\[\]|~&$]|(?<!\w)#|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", one_line(text))
-    line = re.sub(r"(?i)(://|(?<=www)\.)", r"\\\g<0>", line)
-    return re.sub("@+", r"`\g<0>`", line)

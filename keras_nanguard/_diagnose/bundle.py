@@ -3,8 +3,8 @@
     incidents/
       incident-000012-00/
         incident.json     the incident, as `Incident.to_dict` gives it
-        bundle.json       the contents of the other files: structure of the batch, paths of the
-                          variables, versions, mode
+        bundle.json       the contents of the other files: structure of the batch, names of the
+                          inputs, paths of the variables, versions, mode
         batch.npz         the arrays of the batch
         state.npz         every variable before the step: weights, statistics, seeds, slots, loss
                           scale, rates
@@ -23,19 +23,20 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
+from keras_nanguard._core.data import input_names
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
-from keras_nanguard._core.plain_values import markdown_text
+from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import RunView
-from keras_nanguard._diagnose.layer_table import table
+from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 
@@ -87,6 +88,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
     about = {
         "format": bundles.FORMAT,
         "batch": structure,
+        "inputs": list(input_names(run.model)),
         "dtypes": [a.dtype.name for a in arrays],
         "state": [
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
@@ -107,7 +109,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         "bundle.json": json.dumps(about, indent=1, allow_nan=False),
         "incident.json": incident.to_json(),
         "model.json": model,
-        "layers.txt": table(evidence.replay.table) + "\n",
+        "layers.txt": layer_table(evidence.replay.table) + "\n",
         "README.md": _readme(incident, about),
         "reproduce.py": _REPRODUCE,
     }
@@ -170,24 +172,28 @@ def _configuration(model: Any) -> str:
 
 
 def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
-    d = incident.diagnosis or Diagnosis()
-    place = f" in {markdown_text(d.culprit)}" if d.culprit else ""
-    rows = f"Rows of the batch: {', '.join(map(str, d.samples[:20]))}." if d.samples else ""
-    run = f"    python reproduce.py\n\nor\n\n    keras-nanguard replay {incident.bundle}"
+    """Return the incident in Markdown; names from the data and the model are in an indented block,
+    which every viewer shows as it is."""
+    found = incident.diagnosis or Diagnosis()
+    evidence = (f"evidence: {text}" for text in found.evidence)
+    advice = (f"advice: {text}" for text in found.advice)
+    known = (found.headline, *evidence, *advice, *about["notes"])
+    replays = ("python reproduce.py", f"keras-nanguard replay {incident.bundle}")
     model = "The model has no configuration that can be saved. Pass it with `--model file.keras`."
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     parts = (
         f"# {incident.moment.capitalize()}",
-        f"Cause: **{d.cause}**{place}.",
-        rows,
-        *("Seen:", "\n".join(f"- {markdown_text(text)}" for text in d.evidence)),
-        *("Do:", "\n".join(f"- {markdown_text(text)}" for text in d.advice)),
-        *("Run the step again:", run),
+        _block(known),
+        "Replay the step with one of",
+        _block(replays),
         "" if about["model"]["config"] else model,
-        *map(markdown_text, about["notes"]),
         f"Written by {versions}.",
     )
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _block(lines: Iterable[str]) -> str:
+    return "\n".join(f"    {one_line(line)}" for line in lines)
 
 
 _REPRODUCE = '''"""Runs the bad step of this bundle again and prints the outputs of every layer.

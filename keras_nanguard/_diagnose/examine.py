@@ -21,7 +21,7 @@ from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.facts import known
-from keras_nanguard._diagnose.layer_table import table
+from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._diagnose.trials import Case, tensors, with_trials
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
@@ -100,7 +100,7 @@ class Examination:
         what = "Nothing bad was found." if self.healthy else d.headline
         if self.error and not known:
             what = f"No diagnosis is possible: {self.error}."
-        inference, training = table(self.inference), table(self.training)
+        inference, training = layer_table(self.inference), layer_table(self.training)
         tables = ["", "In inference mode:", inference, "", "In training mode:", training]
         return "\n".join([what, *seen, *advice, *tables])
 

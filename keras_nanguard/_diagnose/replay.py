@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, interface
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
-from keras_nanguard._core.errors import BundleError, GuardError, expected
+from keras_nanguard._core.errors import BundleError, GuardError, expected, require_one_of
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
@@ -25,8 +25,7 @@ from keras_nanguard._diagnose.changes import Start, computing_in_float32
 from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import known
-from keras_nanguard._diagnose.layer_table import table
-from keras_nanguard._diagnose.sentences import RESULTS
+from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
@@ -74,7 +73,7 @@ class Replay:
     def __str__(self) -> str:
         what = f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r},"
         lines = [f"{what} {RESULTS[self.result]}.", str(self.diagnosis)]
-        return "\n".join([*lines, "", table(self.layers)])
+        return "\n".join([*lines, "", layer_table(self.layers)])
 
 
 @np.errstate(all="ignore")  # the data is not finite
@@ -123,15 +122,12 @@ def replay(
 
 
 def _check(mode: str, dtype: str | None) -> None:
-    if mode not in interface.Replay.MODES:
-        what = f"mode to be one of {', '.join(interface.Replay.MODES)}"
-        raise GuardError(expected(what, f"mode={mode!r}", "Choose one."))
+    require_one_of("mode", mode, interface.Replay.MODES)
     if mode not in current.replay().MODES:
         what = "mode='eager' on PyTorch, where a guarded step runs eagerly"
         raise GuardError(expected(what, f"mode={mode!r}", "Leave it out."))
-    if dtype not in (None, "float32"):
-        what = "dtype to be None or 'float32'"
-        raise GuardError(expected(what, f"dtype={dtype!r}", "Choose one."))
+    if dtype is not None:
+        require_one_of("dtype", dtype, ("float32",))
 
 
 def _state_of(state: State, step: ReplayableStep) -> Start:

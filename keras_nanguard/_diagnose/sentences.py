@@ -1,5 +1,5 @@
-"""The evidence of a diagnosis in sentences: what was seen and measured. Steps count from 1, rows
-are indices. Pure functions.
+"""The evidence of a diagnosis in sentences: what was seen and measured; and the table of layers.
+Steps count from 1, rows are indices. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
 
@@ -275,3 +276,30 @@ def _layers(e: Evidence) -> Iterator[str]:
     for name, value in e.replay.loss_parts if len(e.replay.loss_parts) > 1 else ():
         if not math.isfinite(value):
             yield f"Among the parts of the loss, {name} is {value}."
+
+
+# The table of layers
+
+COLUMNS = (
+    *("", "layer", "dtype", "min", "max", "mean", "zeros"),
+    *("NaN", "+Inf", "-Inf", "of", "range"),
+)
+"""The columns of the table of layers."""
+
+
+def layer_table(rows: Sequence[LayerRow]) -> str:
+    """Return the table of layers as text, one line per call, the bad ones marked."""
+    lines = [COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(_aligned, COLUMNS, line, widths)) for line in lines)
+
+
+def _aligned(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in ("layer", "dtype") else cell.rjust(width)
+
+
+def _cells(row: LayerRow) -> tuple[str, ...]:
+    numbers = (f"{number:.3g}" for number in (row.minimum, row.maximum, row.mean))
+    counts = map(str, (row.zeros, row.nan, row.plus_inf, row.minus_inf, row.size))
+    mark, share = "" if row.finite else "*", f"{row.share_of_range:.1%}"
+    return (mark, row.path, row.dtype, *numbers, *counts, share)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files, plain_values
+from keras_nanguard._core.data import arguments, named
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.history import Growth
@@ -116,8 +117,8 @@ def _read(folder: Path) -> Bundle:
     )
 
 
-def batch_of(folder: Path, max_bytes: int) -> Any:
-    """Return the arguments of the step, with `None` for each omitted array.
+def batch_arrays(folder: Path, max_bytes: int) -> list[tuple[str, Array]]:
+    """Return the arrays of the step with their paths in a diagnosis, without omitted ones.
 
     Args:
         folder: the bundle.
@@ -128,7 +129,8 @@ def batch_of(folder: Path, max_bytes: int) -> Any:
     """
     about = document(folder / "bundle.json")
     arrays = _load(folder / "batch.npz", about["dtypes"], max_bytes)
-    return _packed(about["batch"], arrays, partly=True)
+    batch, names = _packed(about["batch"], arrays, partly=True), about.get("inputs", ())
+    return [(named(path, tuple(map(str, names))), array) for _, path, array in arguments(batch)]
 
 
 def regular(path: Path, max_bytes: int) -> Path:

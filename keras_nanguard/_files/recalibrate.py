@@ -11,7 +11,6 @@ therefore the mean and variance of all data, regardless of the size of the batch
 from __future__ import annotations
 
 import itertools
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from keras import ops
 from numpy.typing import NDArray
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.errors import GuardError, expected, no_model
+from keras_nanguard._core.errors import GuardError, expected, no_model, require_count
 from keras_nanguard._core.variable_names import MOVING, as_words, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
@@ -62,7 +61,9 @@ def recalibrate(
     """
     if not is_model(model):
         raise no_model(model, "recalibrate {path} --data FILE")
-    _refuse_no_count(steps=steps, batch_size=batch_size)
+    require_count("batch_size", batch_size)
+    if steps is not None:
+        require_count("steps", steps)
     arrays = live_arrays(model)
     layers = _batchnorms(arrays, as_words(only, "only"), f"model={model.name}")
     estimates = {path: _Estimate(layer) for path, layer in layers.items()}
@@ -74,14 +75,6 @@ def recalibrate(
     found = tuple(one.report(path) for path, one in called.items())
     keras_variables.write_all(pair for one in called.values() for pair in one.result())
     return RecalibrateReport(str(model.name), done, found)
-
-
-def _refuse_no_count(**counts: int | None) -> None:
-    """Raise a `GuardError` for a number that is neither `None` nor a whole number above 0."""
-    for name, count in counts.items():
-        if count is not None and not (isinstance(count, numbers.Integral) and count > 0):
-            what, remedy = f"{name} to be a whole number above 0", "Leave it out for the default."
-            raise GuardError(expected(what, f"{name}={count!r}", remedy))
 
 
 def _run(

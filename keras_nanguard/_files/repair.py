@@ -39,7 +39,6 @@ def repair(
     in_place: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
-    seed: int | None = None,
 ) -> RepairReport:
     """Replace the bad values of a live model or of a file, and nothing else.
 
@@ -53,8 +52,9 @@ def repair(
             gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initializer), `"zeros"`, `"ones"`, `"source"` or
-            `"keep"`. By default `"source"` if there is one, else `"keep"`.
+        weights: `"initial"` (drawn by the layer's initializer; for a file always the same values),
+            `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is one, else
+            `"keep"`.
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
@@ -66,7 +66,6 @@ def repair(
             the target is replaced.
         dry_run: report what would be done, and write nothing.
         overwrite: allow `output` to exist.
-        seed: seed for the random initial values of a file.
 
     Returns:
         The report: every change, every variable that was not changed and why, and the scans before
@@ -95,7 +94,6 @@ def repair(
         Limits(limit, bound),
         only=as_words(only, "only"),
         dry_run=dry_run,
-        seed=seed,
     )
     if isinstance(model_or_path, (str, os.PathLike)):
         path, named = os.fsdecode(model_or_path), None if output is None else os.fsdecode(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,65 +44,58 @@ def by_name(contents: Contents) -> dict[str, ModelArray]:
     return found
 
 
+@dataclass(slots=True)
 class Repair:
-    """The repair of one model.
+    """How the arrays of a model are repaired.
 
-    Args:
-        contents: its arrays.
-        options: how each role is repaired.
+    Attributes:
+        options: the method for each role.
         good: the arrays of a good model by path.
         initial: returns the initial values of an array, which are broadcast to its shape, or raises
             `NotRepaired`.
         replace: replaces the values of an array, in its dtype.
+        unbacked: bytes that the arrays repaired so far declare and the file does not store.
     """
 
-    def __init__(
-        self,
-        contents: Contents,
-        options: RepairOptions,
-        good: Mapping[str, ModelArray],
-        initial: Callable[[ModelArray], NDArray[Any] | float],
-        replace: Callable[[ModelArray, NDArray[Any]], None],
-    ):
-        self._arrays = contents.arrays
-        self._options, self._good = options, good
-        self._initial, self._replace = initial, replace
-        self._unbacked = 0
+    options: RepairOptions
+    good: Mapping[str, ModelArray]
+    initial: Callable[[ModelArray], NDArray[Any] | float]
+    replace: Callable[[ModelArray, NDArray[Any]], None]
+    unbacked: int = 0
 
-    def changes(self, report: ScanReport) -> list[Change]:
-        """Repair the bad arrays of a report of the same contents, and return the change of each."""
-        places = {id(entry): array for entry, array in zip(report.variables, self._arrays)}
-        changes, bad, reset = [], set(), set()
-        for entry in report.bad:
-            array = places[id(entry)]
-            if not self._options.selects(entry.path, entry.location, entry.layer):
-                continue
-            bad.add(id(array))
-            if entry.role == "slot" and self._options.slots == "reset" and not array.unread:
-                reset.add(_optimizer(array))
-            else:
-                changes.append(self._change(array))
-        for array in self._arrays:
-            who = array.who
-            if not self._options.selects(who.path, array.location, who.layer):
-                continue
-            if who.role == "slot" and array.is_float and _optimizer(array) in reset:
-                name = who.name.rpartition("/")[2]
-                if name not in ("iteration", "learning_rate") or id(array) in bad:
+    def changes(self, contents: Contents, report: ScanReport) -> list[Change]:
+        """Repair the arrays that are bad in a report of the same contents, and return the change of
+        each. If a slot is reset, so are all of its optimizer but step count and learning rate."""
+        pairs = zip(report.variables, contents.arrays, strict=True)
+        chosen = [
+            (entry.bad, array)
+            for entry, array in pairs
+            if self.options.selects(entry.path, entry.location, entry.layer)
+        ]
+        reset = {_optimizer(array) for bad, array in chosen if bad and self._may_reset(array)}
+        changes = []
+        for bad, array in chosen:
+            if self._may_reset(array) and _optimizer(array) in reset:
+                if bad or array.who.name.rpartition("/")[2] not in ("iteration", "learning_rate"):
                     changes.append(self._reset(array))
+            elif bad:
+                changes.append(self._change(array))
         return changes
+
+    def _may_reset(self, array: ModelArray) -> bool:
+        return array.who.role == "slot" and array.is_float and self.options.slots == "reset"
 
     def _change(self, array: ModelArray) -> Change:
         """Repair one array; `source` replaces it as a whole, as its values belong together."""
-        who, method, count = array.who, self._options.method(array.who.role), 0
+        who, method, count = array.who, self.options.method(array.who.role), 0
         about = (who.path, array.location, method)
         try:
             self._check_size(array)
             values = _read(array)
-            bad = bad_values(values, who, self._options)
+            bad = bad_values(values, who, self.options)
             count = int(bad.sum())
             new = self._new(array, values, bad, method)
-            if bad_values(new, who, self._options).any():
+            if bad_values(new, who, self.options).any():
                 raise NotRepaired("the new values are bad too")
             self._put(array, new)
         except NotRepaired as reason:
@@ -115,17 +109,17 @@ class Repair:
         if not bad.any():
             raise NotRepaired("no single value is bad")
         if method == "keep":
-            remedy = self._options.remedy(array.who.role)
+            remedy = self.options.remedy(array.who.role)
             raise NotRepaired(f"unchanged: {remedy}".removesuffix(": "))
         if method == "source":
-            good = self._good.get(array.who.path)
+            good = self.good.get(array.who.path)
             if good is None:
                 raise NotRepaired("the source has no such variable")
             found = _read(good)
             if found.shape != values.shape:
                 raise NotRepaired(f"the source has the shape {found.shape} there")
             return found.astype(values.dtype)
-        initial = _CONSTANTS[method] if method in _CONSTANTS else self._initial(array)
+        initial = _CONSTANTS[method] if method in _CONSTANTS else self.initial(array)
         new = values.copy(order="K")
         new[bad] = np.broadcast_to(initial, values.shape)[bad].astype(values.dtype)
         return new
@@ -134,7 +128,7 @@ class Repair:
         """Set a slot of an optimizer to its initial value."""
         about = (array.who.path, array.location, "reset")
         try:
-            initial = np.asarray(self._initial(array)).astype(named_dtype(array.dtype))
+            initial = np.asarray(self.initial(array)).astype(named_dtype(array.dtype))
             self._check_size(array)
         except NotRepaired as reason:
             return Change(*about, "skipped", str(reason))
@@ -142,15 +136,15 @@ class Repair:
         return Change(*about, "done", "set to its initial value")
 
     def _put(self, array: ModelArray, values: NDArray[Any]) -> None:
-        if not self._options.dry_run:
-            self._replace(array, values)
+        if not self.options.dry_run:
+            self.replace(array, values)
 
     def _check_size(self, array: ModelArray) -> None:
         """Refuse to load and rewrite an array if the file declares far more than it stores."""
-        if self._unbacked + array.unbacked > MAX_UNBACKED:
+        if self.unbacked + array.unbacked > MAX_UNBACKED:
             declared = f"it declares {array.nbytes} bytes and the file stores {array.stored}"
             raise NotRepaired(f"{declared}: load the model and repair that")
-        self._unbacked += array.unbacked
+        self.unbacked += array.unbacked
 
 
 def _read(array: ModelArray) -> NDArray[Any]:

@@ -66,14 +66,14 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        draw = np.random.default_rng(chosen.seed)
+        draw = np.random.default_rng(0)  # the same values each time
         initial = partial(_initial, optimizer_settings(contents.config), draw)
         new: dict[str, NDArray[Any]] = {}
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
             new[array.key] = values
 
-        changes = Repair(contents, chosen, good, initial, replace).changes(before)
+        changes = Repair(chosen, good, initial, replace).changes(contents, before)
         if new:
             rewrite(path, scratch, output, contents.kind, new)
     found: dict[str, Any] = {"before": asdict(before), "after": None}

@@ -33,14 +33,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     before = scan_contents(contents, options.limits)
     options.refuse_no_match(before)
 
-    @cache
-    def starts(optimizer: Any) -> dict[int, Any]:
-        """Return where each slot starts, by `id`: as in a new optimizer with the same
-        configuration, and a moving average of a weight at that weight."""
-        fresh = keras_optimizers.fresh_like(optimizer).variables
-        averages = keras_optimizers.averages_of(optimizer)
-        pairs = (*zip(optimizer.variables, fresh, strict=True), *averages)
-        return {id(variable): start for variable, start in pairs}
+    starts = cache(keras_optimizers.first_values)
 
     def initial(array: Any) -> NDArray[Any]:
         if array.who.role != "slot":
@@ -51,7 +44,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         array.variable.assign(np.array(values))
 
     with _good_arrays(source, before) as good:
-        changes = tuple(Repair(contents, options, good, initial, replace).changes(before))
+        changes = tuple(Repair(options, good, initial, replace).changes(contents, before))
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
 

@@ -3,11 +3,10 @@ from here."""
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import GuardError, expected, require_one_of
 from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.problems import Limits
 from keras_nanguard._files.reports import ScanReport
@@ -32,20 +31,10 @@ class RepairOptions:
     limits: Limits = field(default_factory=Limits)
     only: tuple[str, ...] = ()
     dry_run: bool = False
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                received = f"{name}={value!r}"
-                raise GuardError(expected(f"one of {', '.join(allowed)}", received, "Choose one."))
-        seed = self.seed
-        if seed is not None and not (isinstance(seed, numbers.Integral) and seed >= 0):
-            what, received = "seed to be a whole number of 0 or above", f"seed={seed!r}"
-            raise GuardError(expected(what, received, "Choose another one."))
-        if seed is not None:  # a number of NumPy cannot be sent to the worker
-            object.__setattr__(self, "seed", int(seed))
+            require_one_of(name, getattr(self, name), allowed)
 
     def method(self, role: str) -> str:
         """Return the method for a role; a variable that is neither weight, statistic nor slot is

@@ -279,12 +279,8 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     """Return the first value of each slot by `id`; averages start with the current weights."""
     first: dict[int, np.ndarray[Any, Any]] = {}
     for optimizer in run.train_state().optimizers:
-        if not optimizer.built:
-            continue
-        fresh = keras_optimizers.fresh_like(optimizer)
-        pairs = [*zip(optimizer.variables, fresh.variables)]
-        pairs += keras_optimizers.averages_of(optimizer)
-        first |= {id(variable): keras_variables.read(value) for variable, value in pairs}
+        own = keras_optimizers.first_values(optimizer) if optimizer.built else {}
+        first |= {slot: keras_variables.read(value) for slot, value in own.items()}
     return first
 
 

@@ -56,6 +56,13 @@ def fresh_like(optimizer: Any) -> Any:
     return fresh
 
 
+def first_values(optimizer: Any) -> dict[int, Any]:
+    """Return by the `id` of each slot the variable with its first value: the slot of a new
+    optimizer of the same configuration, and for a moving average the weight."""
+    pairs = [*zip(optimizer.variables, fresh_like(optimizer).variables), *averages_of(optimizer)]
+    return {id(slot): first for slot, first in pairs}
+
+
 def is_loss_scaled(optimizer: Any) -> bool:
     """Whether the optimizer scales the loss dynamically."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

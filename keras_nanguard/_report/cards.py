@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data import GENERATED_PREFIXES, argument_path, arguments, named
+from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
@@ -123,30 +123,15 @@ def _parts(folder: Path) -> list[tuple[str, Array]]:
     from keras_nanguard._files import bundles  # with h5py
 
     try:
-        batch = bundles.batch_of(folder, MAX_BYTES)
-        found = [(path, finiteness.widen(array)) for _, path, array in arguments(batch)]
-        names = _input_names(folder)
+        batch = bundles.batch_arrays(folder, MAX_BYTES)
+        found = [(path, finiteness.widen(array)) for path, array in batch]
     except (FileFormatError, *PARSE_ERRORS):
         return []
     return [
-        (named(path, names), array)
+        (path, array)
         for path, array in found  # compared as float64
         if array.ndim and 0 < array.size <= MAX_BYTES // 8 and array.dtype.kind in "fiu"
     ]
-
-
-def _input_names(folder: Path) -> tuple[str, ...]:
-    """Return the name of each `keras.Input` of the model of a bundle if they are in a list, like
-    their arrays."""
-    from keras_nanguard._files import bundles
-
-    try:
-        layers = bundles.document(folder / "model.json")["config"]["input_layers"]
-        entries = [layers] if isinstance(layers[0], str) else layers
-        names = [str(entry[0]) for entry in entries if isinstance(entry, list)]
-        return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
-    except (FileFormatError, *PARSE_ERRORS):
-        return ()
 
 
 def _columns(row: Array, others: Array) -> list[Column]:

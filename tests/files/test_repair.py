@@ -569,24 +569,22 @@ def test_initial_values_of_a_file_are_those_of_its_configuration():
 
 
 def test_bad_weights_of_a_file_are_drawn_by_their_initializer(keras, tmp_path):
-    """Within the bound of the initializer, same seed same values; all other bits stay."""
+    """Within the bound of the initializer, always the same values; all other bits stay."""
     model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(50, name="head")])
     kernel = np.full((40, 50), 7.0, np.float32)
     kernel[:20] = np.nan
     model.layers[0].kernel.assign(kernel)
     path, found = str(tmp_path / "bad.keras"), []
     model.save(path)
-    for number, seed in enumerate((3, np.int64(3), 4, None)):
+    for number in range(2):
         output = str(tmp_path / f"{number}.keras")
-        assert repair(path, output, weights="initial", seed=seed).ok
+        assert repair(path, output, weights="initial").ok
         found.append(np.array(keras.saving.load_model(output).layers[0].kernel))
     bound = np.sqrt(6.0 / (40 + 50))
     for new in found:
         np.testing.assert_array_equal(new[20:], kernel[20:])
         assert 0.95 * bound < np.abs(new[:20]).max() <= bound
     np.testing.assert_array_equal(found[0], found[1])
-    assert (found[0][:20] != found[2][:20]).all()
-    assert (found[0][:20] != found[3][:20]).all()
 
 
 def test_a_source_may_be_a_model_for_a_file_and_a_file_for_a_model(keras, nested, tmp_path):
