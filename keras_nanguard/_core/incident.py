@@ -96,7 +96,9 @@ class Diagnosis:
         samples: row indices within the batch, most suspicious first; empty if no row is to blame.
         evidence: sentences, each an observation or a measurement.
         advice: sentences, each a recommendation.
-        confidence: between 0.0 and 1.0.
+        confidence: 0.95 if the bad number was seen where it comes from, 0.9 if an operation or a
+            replay shows the cause, 0.8 if measurements explain it, 0.6 if none contradicts it, 0.0
+            if the cause is `unknown`.
         diverged: whether training had diverged: the cause is `divergence`, or `input_scale` after a
             divergence.
 

@@ -31,6 +31,20 @@ SCALE_TOO_HIGH = 2.0**24
 FAR = 1e3
 """Growth of the norm of all weights that is never ordinary."""
 
+SEEN = 0.95
+"""Confidence if the bad number was seen where it comes from: in the batch, the state, a learning
+rate or a loss scale.
+"""
+
+SHOWN = 0.9
+"""Confidence if an operation, or a replay with one change, shows the cause."""
+
+EXPLAINED = 0.8
+"""Confidence if the measurements explain the bad number, and no replay shows the cause."""
+
+POSSIBLE = 0.6
+"""Confidence if no measurement contradicts the cause."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
@@ -41,7 +55,7 @@ class Conclusion:
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
-    confidence: float = 0.9
+    confidence: float = SHOWN
     because: str = ""
 
 
@@ -80,12 +94,12 @@ def _bad_state(e: Evidence) -> Conclusion | None:
         if (rate := _unbounded_rate(e)) is not None:
             return rate
         if not e.found("state", "nonfinite") and e.run.growth.jump[0] >= GROWTH:
-            return Conclusion("divergence", path, confidence=0.85, because="growth")
+            return Conclusion("divergence", path, confidence=EXPLAINED, because="growth")
     outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
     because = "written" if e.run.written else "state"
-    return Conclusion("state_nonfinite", path, confidence=0.95, because=because)
+    return Conclusion("state_nonfinite", path, confidence=SEEN, because=because)
 
 
 def _modes(e: Evidence) -> Conclusion | None:
@@ -115,7 +129,7 @@ def _committed(e: Evidence) -> Conclusion | None:
         return Conclusion("training_flag", path, because="stuck")
     if statistics == "out_of_range" and e.grown():
         # They follow the activations, and other code that writes them changes no loss.
-        return Conclusion("divergence", path, confidence=0.8, because="statistics")
+        return Conclusion("divergence", path, confidence=EXPLAINED, because="statistics")
     if statistics in ("spike", "out_of_range", "explosion"):
         return Conclusion("batchnorm_statistics", path, because="statistics")
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
@@ -123,11 +137,11 @@ def _committed(e: Evidence) -> Conclusion | None:
     if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
         return _dead(e)
     if (fault := e.batch.target_fault) is not None:
-        return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.8, "negative")
+        return Conclusion("target_out_of_range", fault.loss, fault.rows, EXPLAINED, "negative")
     if "explosion" in kinds.values():
-        return Conclusion("divergence", path, confidence=0.85, because="explosion")
+        return Conclusion("divergence", path, confidence=EXPLAINED, because="explosion")
     if "spike" in kinds.values():
-        return Conclusion("spike", path, e.outliers(e.floats), confidence=0.8, because="spike")
+        return Conclusion("spike", path, e.outliers(e.floats), EXPLAINED, "spike")
     return None
 
 
@@ -135,11 +149,11 @@ def _dead(e: Evidence) -> Conclusion:
     """Gradients or weights that no longer change."""
     jump, path = e.run.growth.jump[0], e.first_path
     if jump >= JUMP:
-        return Conclusion("divergence", path, confidence=0.8, because="dead")
+        return Conclusion("divergence", path, confidence=EXPLAINED, because="dead")
     if e.run.low_precision == "float16":
-        return Conclusion("float16_underflow", path, confidence=0.7, because="dead")
+        return Conclusion("float16_underflow", path, confidence=POSSIBLE, because="dead")
     cause: Cause = "divergence" if jump >= RISE and path else "unknown"
-    return Conclusion(cause, path, confidence=0.6, because="dead")
+    return Conclusion(cause, path, confidence=POSSIBLE, because="dead")
 
 
 # Refused steps
@@ -151,14 +165,14 @@ def _invalid_scale(e: Evidence) -> Conclusion | None:
     """
     if e.run.loss_scale is None or 0.0 < e.run.loss_scale < math.inf:
         return None
-    return Conclusion("loss_scale_collapsed", confidence=0.95, because="scale")
+    return Conclusion("loss_scale_collapsed", confidence=SEEN, because="scale")
 
 
 def _transient(e: Evidence) -> Conclusion | None:
     """The step is finite in an eager replay and in its own mode, and its batch is finite."""
     finite = e.replay.result == "finite" and e.replay.same_mode == "finite"
     if finite and not (e.batch.inputs_bad or e.batch.targets_bad):
-        return Conclusion("transient", confidence=0.7, because="replay")
+        return Conclusion("transient", confidence=POSSIBLE, because="replay")
     return None
 
 
@@ -173,28 +187,29 @@ def _batch(e: Evidence) -> Conclusion | None:
     named = {row for part in inputs for row in part.rows}
     rows = set(e.trials.rows)
     if named and rows and rows <= named and e.trials.without_rows == "finite":
-        return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), 0.9, "batch")
+        return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), SHOWN, "batch")
     if not e.replay.origin.source and e.first != "weights":
         if inputs:
-            return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, 0.8, "batch")
+            return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, EXPLAINED, "batch")
         if targets and e.first in ("", "loss"):
-            return Conclusion("target_nonfinite", targets[0].name, targets[0].rows, 0.8, "batch")
+            first = targets[0]
+            return Conclusion("target_nonfinite", first.name, first.rows, EXPLAINED, "batch")
     return None
 
 
 def _from_batch(e: Evidence) -> Conclusion:
     name = e.replay.origin.op
     if name.startswith("inputs"):
-        return Conclusion("input_nonfinite", name, _rows_of(e, e.batch.inputs_bad), 0.95, "batch")
+        return Conclusion("input_nonfinite", name, _rows_of(e, e.batch.inputs_bad), SEEN, "batch")
     if e.batch.inputs_bad and not all(row.finite for row in e.replay.table):
         # Later operations may have dropped the bad inputs.
         rows = _rows_of(e, (*e.batch.inputs_bad, *e.batch.targets_bad))
-        return Conclusion("input_nonfinite", e.batch.inputs_bad[0].name, rows, 0.95, "batch")
+        return Conclusion("input_nonfinite", e.batch.inputs_bad[0].name, rows, SEEN, "batch")
     rows = _rows_of(e, e.batch.targets_bad)
     if e.first in ("loss", "statistics", ""):
-        return Conclusion("target_nonfinite", name, rows, 0.95, "batch")
+        return Conclusion("target_nonfinite", name, rows, SEEN, "batch")
     last = e.replay.loss_parts[-1][0] if e.replay.loss_parts else "loss"
-    return Conclusion("gradient_domain", last, rows, 0.8, "where")
+    return Conclusion("gradient_domain", last, rows, EXPLAINED, "where")
 
 
 def _rows_of(e: Evidence, found: Sequence[BadArray]) -> tuple[int, ...]:
@@ -208,7 +223,7 @@ def _targets(e: Evidence) -> Conclusion | None:
     fault = e.batch.target_fault
     if fault is None or not fault.proof:
         return None
-    return Conclusion("target_out_of_range", fault.loss, fault.rows, 0.9, "targets")
+    return Conclusion("target_out_of_range", fault.loss, fault.rows, SHOWN, "targets")
 
 
 def _scale(e: Evidence) -> Conclusion | None:
@@ -222,7 +237,7 @@ def _scale(e: Evidence) -> Conclusion | None:
     if scale > SCALE_TOO_HIGH and scaled and e.trials.unscaled == "finite":
         return Conclusion("loss_scale_collapsed", because="scale_high")
     if scale < 1.0 and of_gradients and not e.batch.inputs_bad and e.trials.unscaled != "bad":
-        return Conclusion("loss_scale_collapsed", confidence=0.8, because="scale")
+        return Conclusion("loss_scale_collapsed", confidence=EXPLAINED, because="scale")
     return None
 
 
@@ -239,10 +254,10 @@ def _low_precision(e: Evidence) -> Conclusion | None:
         return None
     by_zero = any(o.zero for o in e.replay.origin.operands)
     if how == "pole" and (e.first != "gradients" or by_zero):
-        return Conclusion("float16_underflow", e.place, e.trials.rows, 0.9, "float32")
+        return Conclusion("float16_underflow", e.place, e.trials.rows, SHOWN, "float32")
     if e.run.low_precision == "bfloat16":
         return None
-    return Conclusion("float16_overflow", e.place, e.trials.rows, 0.9, "float32")
+    return Conclusion("float16_overflow", e.place, e.trials.rows, SHOWN, "float32")
 
 
 def _outlier_row(e: Evidence) -> Conclusion | None:
@@ -255,7 +270,7 @@ def _outlier_row(e: Evidence) -> Conclusion | None:
     part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
     if part is None:
         return None
-    return Conclusion("input_scale", part.name, e.trials.rows, 0.9, "outlier")
+    return Conclusion("input_scale", part.name, e.trials.rows, SHOWN, "outlier")
 
 
 def _update(e: Evidence) -> Conclusion | None:
@@ -268,7 +283,7 @@ def _update(e: Evidence) -> Conclusion | None:
     if (found := _unbounded_rate(e) or _input_scale(e)) is not None:
         return found
     if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.run.optimizers)):
-        return Conclusion("divergence", e.first_path, confidence=0.8, because="growth")
+        return Conclusion("divergence", e.first_path, confidence=EXPLAINED, because="growth")
     by_optimizer = any(o.own for o in e.run.optimizers)
     own_code = e.replay.origin.line and not by_optimizer
     if e.run.constraint and (e.run.written or own_code):
@@ -277,8 +292,8 @@ def _update(e: Evidence) -> Conclusion | None:
         # Gradients are finite, so the update has carried NaN from the slots into the weights.
         slots = (f.path for f in e.findings if (f.site, f.kind) == ("slots", "nonfinite"))
         place = next(slots, e.first_path)
-        return Conclusion("state_nonfinite", place, confidence=0.85, because="written")
-    return Conclusion("optimizer_domain", e.first_path, confidence=0.85, because="update")
+        return Conclusion("state_nonfinite", place, confidence=EXPLAINED, because="written")
+    return Conclusion("optimizer_domain", e.first_path, confidence=EXPLAINED, because="update")
 
 
 def _unbounded_rate(e: Evidence) -> Conclusion | None:
@@ -287,7 +302,7 @@ def _unbounded_rate(e: Evidence) -> Conclusion | None:
         checked = o.scheduled or not math.isfinite(o.learning_rate)
         if checked and o.rate_is_bad:
             place = f"{o.name}/learning_rate"
-            return Conclusion("optimizer_domain", place, confidence=0.95, because="rate")
+            return Conclusion("optimizer_domain", place, confidence=SEEN, because="rate")
     return None
 
 
@@ -307,10 +322,10 @@ def _divergence(e: Evidence) -> Conclusion | None:
     if not _blown(e) and not _moved_too_far(e):
         return None
     if _normalized(e):
-        return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
+        return Conclusion("input_scale", _normalized(e), (), EXPLAINED, "constant")
     if e.trials.rescaled == "finite" and e.largest.max_abs >= LARGE_DATA:
-        return Conclusion("input_scale", e.largest.name, (), 0.75, "rescaled")
-    return Conclusion("divergence", e.place or e.first_path, confidence=0.85, because="growth")
+        return Conclusion("input_scale", e.largest.name, (), EXPLAINED, "rescaled")
+    return Conclusion("divergence", e.place or e.first_path, confidence=EXPLAINED, because="growth")
 
 
 def _blown(e: Evidence) -> bool:
@@ -365,12 +380,12 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     squares = e.first == "slots" and e.run.gradient_norm >= MAX_NORM  # of a step that has committed
     if (_overflows(e) or squares) and not e.grown() and largest.max_abs >= HUGE_DATA:
         outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
-        return Conclusion("input_scale", largest.name, e.trials.rows or outliers, 0.85, "huge")
+        return Conclusion("input_scale", largest.name, e.trials.rows or outliers, EXPLAINED, "huge")
     if _overflows(e) and _normalized(e):
-        return Conclusion("input_scale", _normalized(e), (), 0.8, "constant")
+        return Conclusion("input_scale", _normalized(e), (), EXPLAINED, "constant")
     divides = e.kind == "pole" and origin.phase == "forward"
     if divides and origin.layer_class == "Normalization":
-        return Conclusion("input_scale", origin.culprit, e.trials.rows, 0.85, "constant")
+        return Conclusion("input_scale", origin.culprit, e.trials.rows, EXPLAINED, "constant")
     return None
 
 
@@ -383,7 +398,7 @@ def _recurrence(e: Evidence) -> Conclusion | None:
         return None
     running = {row.layer_class for row in e.replay.table if row.path in origin.frames}
     if origin.phase in BACKWARD or (RECURRENT | CELLS) & {origin.layer_class, *running}:
-        return Conclusion("divergence", e.place, confidence=0.75, because="recurrence")
+        return Conclusion("divergence", e.place, confidence=EXPLAINED, because="recurrence")
     return None
 
 
@@ -391,7 +406,7 @@ def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, but the sum of their squares overflows."""
     if e.first != "gradients" or e.replay.origin.source or e.replay.result != "bad":
         return None
-    return Conclusion("divergence", e.first_path, confidence=0.7, because="explosion")
+    return Conclusion("divergence", e.first_path, confidence=POSSIBLE, because="explosion")
 
 
 def _domain(e: Evidence) -> Conclusion | None:
@@ -403,12 +418,12 @@ def _domain(e: Evidence) -> Conclusion | None:
     if origin.source != "operation":
         return None
     if origin.phase == "backward" or _masked(e):
-        return Conclusion("gradient_domain", e.place or "loss", e.trials.rows, 0.9, "domain")
+        return Conclusion("gradient_domain", e.place or "loss", e.trials.rows, SHOWN, "domain")
     in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
     if in_loss and e.first in ("loss", "gradients"):
-        return Conclusion("loss_domain", e.place, e.trials.rows, 0.9, "domain")
+        return Conclusion("loss_domain", e.place, e.trials.rows, SHOWN, "domain")
     if origin.phase in ("forward", "slope"):
-        return Conclusion("forward_domain", e.place, e.trials.rows, 0.9, "domain")
+        return Conclusion("forward_domain", e.place, e.trials.rows, SHOWN, "domain")
     return None
 
 
@@ -425,7 +440,7 @@ def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
     nonfinite = any(finding.kind == "nonfinite" for finding in e.findings)
     if e.replay.result == "" and not e.refused and e.grown() and nonfinite:
-        return Conclusion("divergence", e.first_path, confidence=0.6, because="growth")
+        return Conclusion("divergence", e.first_path, confidence=POSSIBLE, because="growth")
     return None
 
 

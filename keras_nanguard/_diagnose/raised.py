@@ -12,6 +12,7 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
+from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.facts import targets_by_loss
 from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
@@ -98,7 +99,7 @@ def _class_index(
     advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."
     finding = Finding("targets", "out_of_range")
     cause: Cause = "target_out_of_range"
-    return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), 0.97)
+    return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), SEEN)
 
 
 def _entry(
@@ -123,7 +124,7 @@ def _entry(
     advice = f"Make input_dim of {table} larger than the largest index, or map unknown ones."
     finding = Finding("inputs", "out_of_range", value=None if value is None else float(value))
     rows = () if row is None else (row,)
-    confidence = 0.9 if value is None else 0.95
+    confidence = SHOWN if value is None else SEEN
     return finding, Diagnosis("forward_domain", culprit, rows, (seen,), (advice,), confidence)
 
 
@@ -148,7 +149,7 @@ def _broken(model: Any, message: str, words: str) -> Explained:
     advice = "Add a small multiple of the identity to a matrix before decomposing or inverting it."
     finding = Finding("gradients" if backward else "outputs", "nonfinite", culprit)
     cause: Cause = "gradient_domain" if backward else "forward_domain"
-    return finding, Diagnosis(cause, culprit, (), (seen,), (advice,), 0.95)
+    return finding, Diagnosis(cause, culprit, (), (seen,), (advice,), SEEN)
 
 
 def _called(model: Any, message: str) -> Any:

@@ -95,12 +95,12 @@ def decided(cause, culprit="d/kernel", samples=(), confidence=0.9, because=""):
     return Conclusion(cause, culprit, samples, confidence, because)
 
 
-BLAMED = decided("optimizer_domain", confidence=0.85, because="update")
+BLAMED = decided("optimizer_domain", confidence=0.8, because="update")
 CONSTANT_FEATURES = decided("input_scale", "norm", confidence=0.8, because="constant")
 CONSTRAINED = decided("optimizer_domain", because="constraint")
 DIED = decided("divergence", confidence=0.8, because="dead")
-EXPLODES = decided("divergence", confidence=0.7, because="explosion")
-GREW = decided("divergence", "dense", confidence=0.85, because="growth")
+EXPLODES = decided("divergence", confidence=0.6, because="explosion")
+GREW = decided("divergence", "dense", confidence=0.8, because="growth")
 RATE = decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate")
 SPIKE = decided("spike", confidence=0.8, because="spike")
 
@@ -187,7 +187,7 @@ MONITORS = {
     "dead weights after a jump": (seen("weights:stuck", growth=jumped(JUMP)), DIED),
     "dead after less, in float16": (
         seen("gradients:stuck", growth=jumped(below(JUMP)), low_precision="float16"),
-        decided("float16_underflow", confidence=0.7, because="dead"),
+        decided("float16_underflow", confidence=0.6, because="dead"),
     ),
     "dead after less, in bfloat16": (
         seen("gradients:stuck", growth=jumped(RISE), low_precision="bfloat16"),
@@ -199,7 +199,7 @@ MONITORS = {
         decided("unknown", "", confidence=0.6, because="dead"),
     ),
     "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8, "negative")),
-    "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.85, because="explosion")),
+    "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.8, because="explosion")),
     "spike after a rise": (seen("loss:spike", growth=jumped(1e9)), SPIKE),
     "spike of rows": (seen("loss:spike", growth=jumped(1e3), count=12, **ROWS), decided("spike", "d/kernel", (3, 1, 9), 0.8, "spike")),
     "spike of too many rows": (seen("loss:spike", count=11, **ROWS), SPIKE),
@@ -214,7 +214,7 @@ MONITORS = {
 FINITE = {"result": "finite", "same_mode": "finite", "first": ""}
 
 TRANSIENT = {
-    "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.7, because="replay")),
+    "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.6, because="replay")),
     "in another mode": (bad(**{**FINITE, "same_mode": ""}), UNKNOWN),
     "bad, in one mode": (bad(**{**FINITE, "result": "bad"}), UNKNOWN),
     "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
@@ -390,7 +390,7 @@ UPDATE = {
     "after less growth": (update(optimizers=(ADAM,), growth=grows(loss=below(1e4))), BLAMED),
     "after growth, with an epsilon of 0": (update(optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
     "after growth, without epsilon": (update(optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
-    "written by something else": (update(written=True), decided("state_nonfinite", confidence=0.85, because="written")),
+    "written by something else": (update(written=True), decided("state_nonfinite", confidence=0.8, because="written")),
     "written by a constraint": (update(written=True, constraint="UnitNorm"), CONSTRAINED),
     "an operation of a constraint": (
         update(constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
@@ -468,7 +468,7 @@ DIVERGENCE = {
     "features that are not constant": (risen(table=(layer("c", maximum=below(1e4)),)), GREW),
     "data that is finite at unit scale": (
         risen(rescaled="finite", inputs=(spread("inputs", 5.0),), targets=(spread("targets", 1e3),)),
-        decided("input_scale", "targets", confidence=0.75, because="rescaled"),
+        decided("input_scale", "targets", confidence=0.8, because="rescaled"),
     ),
     "data that is bad at unit scale": (risen(rescaled="bad", inputs=(spread("inputs", 1e9),)), GREW),
     "data of a usual scale": (risen(rescaled="finite", inputs=(spread("inputs", below(1e3)),)), GREW),
@@ -499,7 +499,7 @@ DIVERGENCE |= {
 }
 
 HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
-UNSCALED = decided("input_scale", "inputs", confidence=0.85, because="huge")
+UNSCALED = decided("input_scale", "inputs", confidence=0.8, because="huge")
 CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class="Normalization")
 
 INPUT_SCALE = {
@@ -525,7 +525,7 @@ INPUT_SCALE = {
         CONSTANT_FEATURES,
     ),
     "constant features, and a pole": (bad(origin=POLE, table=(layer(maximum=1e4),)), FORWARD),
-    "constant features, divided by": (bad(origin=CONSTANT, rows=(2,)), decided("input_scale", "norm", (2,), 0.85, "constant")),
+    "constant features, divided by": (bad(origin=CONSTANT, rows=(2,)), decided("input_scale", "norm", (2,), 0.8, "constant")),
     "divided by in another layer": (bad(origin=replace(CONSTANT, layer_class="Dense")), replace(FORWARD, culprit="norm")),
     "divided by, backwards": (bad(origin=replace(CONSTANT, phase="backward")), decided("gradient_domain", "norm", because="domain")),
     "an overflow in the layer": (
@@ -535,7 +535,7 @@ INPUT_SCALE = {
 }
 """The data alone."""
 
-RECURS = decided("divergence", "dense", confidence=0.75, because="recurrence")
+RECURS = decided("divergence", "dense", confidence=0.8, because="recurrence")
 
 REST = {
     **{f"overflow in {name}": (bad(origin=replace(OVERFLOW, layer_class=name)), RECURS) for name in sorted(RECURRENT)},
