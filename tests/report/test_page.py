@@ -314,8 +314,8 @@ class TestBlamedRows:
         about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
         (folder / "bundle.json").write_text(json.dumps(about))
         assert [(f.row, f.of) for f in cards.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
-        layers = [[name, 0, 0] for name in ("image", "age", "keras_tensor_7")]
-        (folder / "model.json").write_text(json.dumps({"config": {"input_layers": layers}}))
+        about["inputs"] = ["image", "age", ""]
+        (folder / "bundle.json").write_text(json.dumps(about))
         assert [f.of for f in cards.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
         assert cards.shown(folder, [2])[0].columns[0].value == np.inf and cards.shown(folder, [0])[0].picture
         blamed = Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")
