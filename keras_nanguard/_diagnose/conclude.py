@@ -99,7 +99,6 @@ def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
         "raw_inputs": _raw_inputs(e),
         "columns": _whole_columns(e),
         "objective": [{"words": words} for words, _ in e.run.objective],
-        "exponents": _exponents(e, v),
         # Conditions.
         "hinted": bool(hint),
         "constraint": e.run.constraint if v.because == "constraint" else "",
@@ -161,14 +160,6 @@ def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
     """Return the inputs that have to be scaled for any network."""
     raw = [part for part in e.batch.inputs if not part.integer and part.max_abs >= RAW]
     return [{**asdict(part), "name": repr(argument_path(part.name))} for part in raw]
-
-
-def _exponents(e: Evidence, v: Conclusion) -> list[dict[str, Any]]:
-    """Return the exponents below 1 of the loss to blame, if the bad value comes from a power."""
-    if e.replay.origin.op != "Pow":
-        return []
-    found = [(key, value) for name, key, value in e.run.exponents if name == v.culprit]
-    return [{"key": key, "value": value} for key, value in found if value < 1.0]
 
 
 def _hint(e: Evidence) -> str:

@@ -197,8 +197,6 @@ class RunFacts:
         growth: the history before the step.
         optimizers: the optimizers.
         objective: name and value of each loss weight and regularizer of unusual size.
-        exponents: loss, parameter and value of each exponent among the parameters of a compiled
-            loss.
         gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of
             its numbers are moderate, or because they were finite after the step before.
@@ -211,7 +209,6 @@ class RunFacts:
     growth: Growth = field(default_factory=Growth)
     optimizers: tuple[OptimizerFacts, ...] = ()
     objective: tuple[tuple[str, float], ...] = ()
-    exponents: tuple[tuple[str, str, float], ...] = ()
     gradient_norm: float = math.nan
     written: bool = False
     constraint: str = ""

@@ -38,9 +38,6 @@ SETTINGS = (
 UNUSUAL = 100.0
 """Factor above which, or below whose inverse, a loss weight is reported."""
 
-EXPONENTS = ("gamma", "exponent", "power")
-"""Names of parameters of a loss that are exponents."""
-
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
 
@@ -93,7 +90,6 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
         run=RunFacts(
             optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
             objective=objective(model),
-            exponents=exponents(model),
             gradient_norm=incident.values.get("gradient_norm", math.nan),
             loss_scale=incident.values.get("loss_scale"),
             low_precision=lowest(model),
@@ -241,18 +237,6 @@ def objective(model: Any) -> tuple[tuple[str, float], ...]:
                 if value >= 1.0:
                     found.append((f"The {norm} of the {name} of {layer.path!r}", value))
     return tuple(found)
-
-
-def exponents(model: Any) -> tuple[tuple[str, str, float], ...]:
-    """Return loss, parameter and value of each exponent among the parameters of the compiled
-    losses.
-    """
-    return tuple(
-        (str(loss.name), name, float(value))
-        for _, loss in keras_losses.losses_by_output(model)
-        for name in EXPONENTS
-        if isinstance(value := getattr(loss, name, None), (int, float))
-    )
 
 
 class LossTargets(NamedTuple):
