@@ -33,11 +33,11 @@ def _here() -> Iterator[None]:
         answer: dict[str, Any] = found["answer"]
         return answer
 
-    before, isolated.ask = isolated.ask, within  # type: ignore[assignment]
+    before, isolated.run_in_subprocess = isolated.run_in_subprocess, within  # type: ignore[assignment]
     try:
         yield
     finally:
-        isolated.ask = before
+        isolated.run_in_subprocess = before
 
 
 def look_model(path: Path) -> None:

@@ -101,7 +101,7 @@ def test_bundle(release):
 def test_bundle_replays(release):
     """The step of a bundle is bad again, with the same cause."""
     again = replay(release / BUNDLE, make.model())
-    assert again.reproduced
+    assert again.result == "bad"
     assert again.diagnosis.cause == "input_nonfinite"
     assert again.diagnosis.samples == (3,)
 

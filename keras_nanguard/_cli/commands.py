@@ -65,7 +65,7 @@ def scan(given: argparse.Namespace) -> int:
             output.print_error(error, given.words)
             codes.add(output.MISUSE)
             continue
-        codes.add(output.show(report, given.json, report.ok))
+        codes.add(output.show(report, given.json))
         for entry in report.variables if given.notes and not given.json else ():
             for one in entry.problems:
                 if one.severity == "note":
@@ -102,7 +102,7 @@ def repair(given: argparse.Namespace) -> int:
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
     report = repair_file(given.path, given.output, **options)
     changes = (replace(c, detail=output.in_options(c.detail, given.words)) for c in report.changes)
-    return output.show(replace(report, changes=tuple(changes)), given.json, report.ok)
+    return output.show(replace(report, changes=tuple(changes)), given.json)
 
 
 @command(
@@ -167,7 +167,7 @@ def lint(given: argparse.Namespace) -> int:
     from keras_nanguard._lint import lint as lint_model
 
     report = lint_model(model, *data, ignore=tuple(given.ignore))
-    return output.show(report, given.json, report.ok)
+    return output.show(report, given.json)
 
 
 @command(
@@ -187,7 +187,7 @@ def diagnose(given: argparse.Namespace) -> int:
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    code = output.show(found, given.json, found.healthy)
+    code = output.show(found, given.json)
     if found.error and found.diagnosis.cause == "unknown":
         output.say(f"keras-nanguard: {found.error}.", sys.stderr)
         return output.MISUSE
@@ -253,7 +253,7 @@ def check_policy(given: argparse.Namespace) -> int:
 def replay(given: argparse.Namespace) -> int:
     """Run the bad step of an incident bundle again and diagnose it.
 
-    A step that is bad again is a finding.
+    A step that is bad again, or fails, is a finding.
     """
     from keras_nanguard._diagnose.replay import replay as run
 
@@ -265,7 +265,7 @@ def replay(given: argparse.Namespace) -> int:
         device=given.device,
         custom_objects=_custom_objects(given.custom_objects),
     )
-    return output.show(found, given.json, found.result != "bad")
+    return output.show(found, given.json)
 
 
 def _custom_objects(modules: Sequence[str]) -> dict[str, Any]:

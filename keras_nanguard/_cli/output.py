@@ -65,7 +65,7 @@ def say(text: object, stream: TextIO | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def show(report: Any, as_json: bool, ok: bool) -> int:
+def show(report: Any, as_json: bool) -> int:
     """Print a report: JSON if requested, its table on a terminal, plain lines to a pipe or file;
     and return the exit code."""
     if as_json:
@@ -76,7 +76,7 @@ def show(report: Any, as_json: bool, ok: bool) -> int:
         Console().print(report)
     else:
         say(report)
-    return CLEAN if ok else FOUND
+    return CLEAN if report.ok else FOUND
 
 
 def print_json(document: Any) -> None:

@@ -34,7 +34,7 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
-"""Version of the JSON format of an `Examination`."""
+"""Version of the JSON format of an `DiagnosisReport`."""
 
 MAX_VARIANCE_RATIO = 1e3
 """Factor between a moving variance and that of the batch above which the moving variance is
@@ -48,7 +48,7 @@ moving mean is wrong.
 
 
 @dataclass(frozen=True)
-class Examination:
+class DiagnosisReport:
     """The result of `diagnose`.
 
     Attributes:
@@ -68,7 +68,7 @@ class Examination:
     error: str = ""
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         """Whether outputs in both modes and the train step are finite, and no moving statistics are
         wrong.
 
@@ -88,7 +88,7 @@ class Examination:
         return {"format": FORMAT, **asdict(self)}
 
     def __repr__(self) -> str:
-        return f"Examination(healthy={self.healthy}, {self.diagnosis!r})"
+        return f"DiagnosisReport(ok={self.ok}, {self.diagnosis!r})"
 
     def __str__(self) -> str:
         d = self.diagnosis
@@ -96,8 +96,8 @@ class Examination:
         seen = [f"  evidence: {text}" for text in d.evidence]
         if self.error and known:
             seen.append(f"  evidence: {self.error[0].upper()}{self.error[1:]}.")
-        advice = [] if self.healthy else [f"  advice:   {text}" for text in d.advice]
-        what = "Nothing bad was found." if self.healthy else d.headline
+        advice = [] if self.ok else [f"  advice:   {text}" for text in d.advice]
+        what = "Nothing bad was found." if self.ok else d.headline
         if self.error and not known:
             what = f"No diagnosis is possible: {self.error}."
         inference, training = layer_table(self.inference), layer_table(self.training)
@@ -106,7 +106,7 @@ class Examination:
 
 
 @np.errstate(all="ignore")  # the data is not finite
-def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Examination:
+def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> DiagnosisReport:
     """Find the first layer with a bad output on a batch, and the cause.
 
     The model runs in inference and in training mode.
@@ -160,7 +160,7 @@ class _Pass(NamedTuple):
     far: Mapping[str, str] = {}
 
 
-def _examined(model: Any, batch: Any, trains: bool) -> Examination:
+def _examined(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     """Run both modes and, if `trains` and if the model is compiled, a train step."""
     step = ReplayableStep.of(model, list(TrainState.of(model).optimizers))
     inference, training = (_forward(step, batch, mode) for mode in (False, True))
@@ -185,7 +185,7 @@ def _examined(model: Any, batch: Any, trains: bool) -> Examination:
         found = replace(found, advice=(_what_it_takes(model),))
     elif not (evidence.first or evidence.state or evidence.notes or error):
         found = replace(found, advice=())
-    return Examination(found, inference.run.rows, training.run.rows, result, error)
+    return DiagnosisReport(found, inference.run.rows, training.run.rows, result, error)
 
 
 def _what_it_takes(model: Any) -> str:

@@ -34,14 +34,14 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
-"""Version of the JSON format of a `Replay`."""
+"""Version of the JSON format of a `ReplayReport`."""
 
 State = Sequence[tuple[str, Array]]
 """Path and value of each variable of a bundle."""
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayReport:
     """The result of a replay.
 
     Attributes:
@@ -59,16 +59,16 @@ class Replay:
     layers: tuple[LayerRow, ...]
 
     @property
-    def reproduced(self) -> bool:
-        """Whether the step was bad again."""
-        return self.result == "bad"
+    def ok(self) -> bool:
+        """Whether the step is finite: it is neither bad again, nor does it fail."""
+        return self.result == "finite"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return {"format": FORMAT, **plain(asdict(self)), "incident": self.incident.to_dict()}
 
     def __repr__(self) -> str:
-        return f"Replay({self.result!r}, {self.diagnosis!r})"
+        return f"ReplayReport({self.result!r}, {self.diagnosis!r})"
 
     def __str__(self) -> str:
         what = f"{self.incident.moment.capitalize()}, replayed in mode {self.mode!r},"
@@ -85,7 +85,7 @@ def replay(
     dtype: str | None = None,
     device: str | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-) -> Replay:
+) -> ReplayReport:
     """Run the bad step of a bundle again, and diagnose it.
 
     Args:
@@ -118,7 +118,7 @@ def replay(
             stack.enter_context(computing_in_float32(step))
         run, evidence = _run(found, step, batch, mode)
     diagnosis = diagnosed(model, evidence, found.batch)
-    return Replay(found.incident, mode, run.word, diagnosis, run.rows)
+    return ReplayReport(found.incident, mode, run.word, diagnosis, run.rows)
 
 
 def _check(mode: str, dtype: str | None) -> None:

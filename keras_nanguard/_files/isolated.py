@@ -45,7 +45,9 @@ Progress = Callable[[int, int], None]
 """Takes the number of bytes read so far and of all bytes."""
 
 
-def ask(task: str, path: str, progress: Progress | None = None, **details: Any) -> dict[str, Any]:
+def run_in_subprocess(
+    task: str, path: str, progress: Progress | None = None, **details: Any
+) -> dict[str, Any]:
     """Return the answer of a worker to a task about a file.
 
     Args:

@@ -52,7 +52,7 @@ def refuse_code_in_hdf5(path: str) -> None:
     with readable(path), open(path, "rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             return
-    config = isolated.ask("names", path)["config"]
+    config = isolated.run_in_subprocess("names", path)["config"]
     refused = f"{plain_text(path)} cannot be loaded as a model"
     if config is None:
         raise FileFormatError(f"{refused}: it has no configuration.")
@@ -153,7 +153,7 @@ def model_names(path: str) -> tuple[str, tuple[str, ...]]:
     Raises:
         FileFormatError: if the file is missing, truncated, malicious or of another format.
     """
-    described = isolated.ask("names", path)
+    described = isolated.run_in_subprocess("names", path)
     root, paths = described["root"], []
     for layer, name, role in described["variables"]:
         for known in _COMMON_NAMES if name.isdigit() else (name,):

@@ -116,8 +116,8 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
     backup = after = None
     try:
         with _stored(source) as good:
-            details: dict[str, Any] = {"options": asdict(options), "source": good}
-            found = isolated.ask("repair", path, **details, scratch=scratch, output=final)
+            files: dict[str, Any] = {"source": good, "scratch": scratch, "output": final}
+            found = isolated.run_in_subprocess("repair", path, options=asdict(options), **files)
         before = report_of(found["before"])
         options.refuse_no_match(before)
         if found["after"]:

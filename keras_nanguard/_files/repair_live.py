@@ -57,10 +57,10 @@ def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, Model
     elif not isinstance(source, (str, os.PathLike)):
         yield by_name(live_contents(source))
     else:
-        names = [entry.path for entry in before.bad]
+        path, names = os.fsdecode(source), [entry.path for entry in before.bad]
         with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
             copy = os.path.join(folder, "values.npz")
-            found = isolated.ask("values", os.fsdecode(source), names=names, output=copy)
+            found = isolated.run_in_subprocess("values", path, names=names, output=copy)
             unread = {name: ModelArray(name, unread=reason) for name, reason in found.items()}
             with opened_arrays(copy) as stored:
                 yield stored | unread

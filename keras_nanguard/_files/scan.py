@@ -72,7 +72,7 @@ def scan(
     limits = Limits(limit, statistics_limit)
     if isinstance(model_or_path, (str, os.PathLike)):
         path = os.fsdecode(model_or_path)
-        return report_of(isolated.ask("scan", path, progress, limits=asdict(limits)))
+        return report_of(isolated.run_in_subprocess("scan", path, progress, limits=asdict(limits)))
     from keras_nanguard._files.live import live_contents
 
     return scan_contents(live_contents(model_or_path), limits)

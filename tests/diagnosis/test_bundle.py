@@ -39,7 +39,7 @@ def copy(overflow, tmp_path):
 def test_the_step_is_bad_again(overflow, mode):
     _, incident = overflow
     found = replay(incident.bundle, mode=mode)
-    assert found.reproduced
+    assert found.result == "bad"
     assert (found.diagnosis.cause, found.diagnosis.samples) == (incident.diagnosis.cause, incident.diagnosis.samples)
     assert "bn" in str(found)
     json.dumps(found.to_dict(), allow_nan=False)
@@ -47,7 +47,7 @@ def test_the_step_is_bad_again(overflow, mode):
 
 def test_float32_cures_a_float16_overflow(tmp_path):
     case, incident = written("mask_of_minus_1e9_in_float16", tmp_path)
-    assert replay(incident.bundle, case.model).reproduced
+    assert replay(incident.bundle, case.model).result == "bad"
     assert replay(incident.bundle, case.model, dtype="float32").result == "finite"
 
 

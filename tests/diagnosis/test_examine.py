@@ -32,7 +32,7 @@ def variance(trained):
 
 def test_a_healthy_model_is_healthy(trained):
     found = diagnose(*trained)
-    assert found.healthy
+    assert found.ok
     assert (found.step, found.first_bad("inference"), found.first_bad("training")) == ("finite", "", "")
     assert "Nothing bad" in str(found)
 
@@ -46,7 +46,7 @@ def test_one_ruined_moving_variance_is_found(trained, variance, value):
     assert found.diagnosis.cause == "batchnorm_statistics"
     assert "bn" in found.diagnosis.culprit
     assert found.first_bad("training") == ""
-    assert not found.healthy
+    assert not found.ok
 
 
 def test_a_normalization_that_is_called_more_than_once():
@@ -55,7 +55,7 @@ def test_a_normalization_that_is_called_more_than_once():
     model = keras.Model(inputs, layers.Dense(1)(layers.add([normalization(x) for x in inputs])))
     x = [np.random.default_rng(n).normal(1000.0, 1.0, (32, 4)).astype("float32") for n in range(3)]
     normalization.moving_mean.assign(np.full(4, 1000.0))
-    assert diagnose(model, x).healthy
+    assert diagnose(model, x).ok
     normalization.moving_mean.assign(np.full(4, 1100.0))
     assert diagnose(model, x).diagnosis.cause == "batchnorm_statistics"
 
@@ -154,7 +154,7 @@ def test_only_models_are_examined():
 def test_a_model_that_cannot_be_run_is_not_healthy(trained, x, y, what):
     """Data of the wrong shape: the error names the exception and the expected shape."""
     found = diagnose(trained[0], np.zeros(x, "float32"), None if y is None else np.zeros(y, "float32"))
-    assert not found.healthy and found.error.startswith(what)
+    assert not found.ok and found.error.startswith(what)
     assert found.error in str(found) and "Nothing bad" not in str(found) and "\x1b" not in str(found)
     assert "x of shape (None, 4)" in found.diagnosis.advice[0]
     assert found.to_dict()["error"] == found.error

@@ -10,8 +10,8 @@ from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Poli
 from keras_nanguard._core.incident import Lowered
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._core.totals import Totals
-from keras_nanguard._diagnose.examine import Examination
-from keras_nanguard._diagnose.replay import Replay
+from keras_nanguard._diagnose.examine import DiagnosisReport
+from keras_nanguard._diagnose.replay import ReplayReport
 from keras_nanguard._files.reports import RecalibrateReport, RepairReport, ScanReport
 from keras_nanguard._fit.reporter import Reporter
 from keras_nanguard._lint import LintReport
@@ -203,8 +203,8 @@ def test_short_reprs():
         RepairReport("model.keras", None, None, True, (), scanned, None),
         LintReport("model", ()),
         RecalibrateReport("model", 3, ()),
-        Examination(long, (), ()),
-        Replay(found, "eager", "bad", long, ()),
+        DiagnosisReport(long, (), ()),
+        ReplayReport(found, "eager", "bad", long, ()),
     ):
         assert len(repr(record)) < 200 and repr(record).startswith(type(record).__name__), repr(record)
         assert str(record) != repr(record) and " object at 0x" not in str(record)

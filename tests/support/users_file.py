@@ -100,7 +100,7 @@ def files(model: keras.Model, x: Array) -> None:
     """Use the functions for models, batches and files."""
     finite: bool = scan("model.keras").ok
     statuses: list[str] = [change.status for change in repair("model.keras", weights="zeros", dry_run=True).changes]
-    healthy: bool = diagnose(model, x).healthy
+    healthy: bool = diagnose(model, x).ok
     hazards: list[str] = [hazard.code for hazard in lint(model).hazards]
     corrupt(model, "nan")
     print(finite, statuses, healthy, hazards, recalibrate(model, x, steps=3), replay("run1/incidents/x"))
