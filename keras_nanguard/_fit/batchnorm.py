@@ -1,5 +1,16 @@
-"""The moving statistics of BatchNormalization: their re-estimation from the last train batches, and
+"""The moving statistics of BatchNormalization: their re-estimation while training continues, and
 validations that show that they lag behind.
+
+The estimate is the cumulative average over the next batches: an estimate from the last ones would
+soon be outdated, as the weights may change fast, and the moving average follows late. BatchNorm
+updates its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps
+between two readings on the host this is
+
+    new = momentum**k * old + (1 - momentum**k) * mean of the k batches (later ones weigh slightly
+    more)
+
+So this mean follows from the values before and after, and the running mean of all batches replaces
+the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None``.)
 
 A train step never reads the moving statistics, so no step shows that they lag behind those of the
 batches. The check runs if a validation loss is far above the training loss. It runs one validation
@@ -12,7 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,35 +74,64 @@ def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
     ]
 
 
-def runs_alone(model: Any) -> bool:
-    """Whether one device has the whole model, so that the host can call it on one batch."""
-    strategy = getattr(model, "distribute_strategy", None)
-    replicas = getattr(strategy, "num_replicas_in_sync", 1)
-    return replicas == 1 and keras.distribution.distribution() is None
-
-
-def estimated_statistics(
-    run: Any, layers: list[Any], batches: Sequence[Any]
-) -> list[tuple[Any, Any]]:
-    """Return the moving statistics of layers, each with its value estimated from batches. The model
-    does not change.
+class Recalibration:
+    """An estimate in progress. Start it when the statistics have any finite value.
 
     Args:
-        run: the `Run`.
-        layers: BatchNormalization layers.
-        batches: the arguments of train steps.
+        layers: BatchNormalization layers that update their statistics.
+        batches: number of batches to average over.
+        seen: number of batches that are already included.
 
-    Raises:
-        GuardError: if the model cannot be called on the batches, or an estimate is not finite.
+    Attributes:
+        left: number of remaining batches.
     """
-    from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._files.recalibrate import recalibrate
 
-    names = [name for layer in layers for name in (layer.path, layer.name)]
-    with preserved(run.train_state().written_by_calls, run.model):
-        recalibrate(run.model, (args[0] for args in batches), only=names)
-        moving = (v for layer in layers for v in (layer.moving_mean, layer.moving_variance))
-        return [(variable, keras_variables.read(variable)) for variable in moving]
+    def __init__(self, layers: list[Any], batches: int, seen: int = 0):
+        self.layers, self.left, self.seen = layers, batches, seen
+        self._good: int | None = None
+        self._variables = [
+            (variable, float(layer.momentum))
+            for layer in layers
+            for variable in (layer.moving_mean, layer.moving_variance)
+        ]
+        self._before = self._read()
+
+    def step(self, good: int) -> bool:
+        """Include the steps that were committed since the last call; return whether the estimate is
+        complete.
+
+        Args:
+            good: number of committed steps of the fit.
+        """
+        if self._good is None or good <= self._good:
+            return False
+        count, self._good = good - self._good, good
+        self.seen += count
+        self.left -= count
+        for before, (variable, momentum) in zip(self._before, self._variables):
+            kept = momentum**count
+            batches = (_wide(variable) - kept * before) / (1.0 - kept)
+            mean = before + (batches - before) * count / self.seen
+            keras_variables.write(variable, mean.astype(keras_variables.view(variable).dtype))
+        self._before = self._read()
+        return self.left <= 0
+
+    def begin_counting(self, good: int) -> None:
+        """Begin to count, if the estimate was started since the last execution."""
+        self._good = good if self._good is None else self._good
+
+    def restart(self) -> None:
+        """Restart from the current statistics, after other code has written them."""
+        self.left += self.seen
+        self.seen, self._good = 0, None
+        self._before = self._read()
+
+    def _read(self) -> list[np.ndarray[Any, Any]]:
+        return [_wide(variable) for variable, _ in self._variables]
+
+
+def _wide(variable: Any) -> np.ndarray[Any, Any]:
+    return keras_variables.read(variable).astype(np.float64)
 
 
 # Statistics that lag behind
@@ -137,7 +177,10 @@ class Lagging:
         trained = statistics.median(losses) if losses else math.nan
         layers, loss = learning(model), numbers(logs).get("loss", math.nan)
         far = 0.0 < FAR * trained < loss < math.inf
-        if self._done or not layers or not far or not runs_alone(model):
+        strategy = getattr(model, "distribute_strategy", None)
+        spread_out = getattr(strategy, "num_replicas_in_sync", 1) > 1
+        spread_out = spread_out or keras.distribution.distribution() is not None
+        if self._done or not layers or not far or spread_out:  # or one batch cannot run alone
             return None
         if not self._looks and remaining:
             return None
@@ -155,9 +198,11 @@ class Lagging:
 
 def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
+    from keras_nanguard._files.recalibrate import recalibrate
 
-    model = run.model
-    with preserved(run.train_state().written_by_calls, model):
+    model, train_state = run.model, run.train_state()
+    moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
+    with preserved(train_state.written_by_calls, model):
         data, trained = one_batch(), run.recent.last(LAST)
         if data is None or not trained:
             return None
@@ -167,12 +212,12 @@ def _measured(run: Any, layers: list[Any], remaining: int) -> _Measured | None:
             found = model.compute_loss(x, y, model(x, training=False), weights)
             return float(keras.ops.convert_to_numpy(found))
 
-        now, moving = loss(), estimated_statistics(run, layers, trained)
-        before, after = [keras_variables.read(v) for v, _ in moving], [new for _, new in moving]
-        keras_variables.write_all(moving)
-        estimated = loss()
+        now, before = loss(), [keras_variables.read(v) for v in moving]
+        names = [name for layer in layers for name in (layer.path, layer.name)]
+        recalibrate(model, (args[0] for args in trained), only=names)
+        estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
-        for (variable, new), momentum, old in zip(moving, momenta, before):
+        for variable, momentum, old, new in zip(moving, momenta, before, after):
             keras_variables.write(variable, new + (old - new) * momentum**remaining)
         return _Measured(now, estimated, loss(), _worst(layers, before, after))
 

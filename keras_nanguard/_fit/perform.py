@@ -9,19 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Incident, Lowered, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.batchnorm import (
-    estimated_statistics,
-    initial_statistics,
-    learning,
-    runs_alone,
-)
+from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Lowering, Rate
 from keras_nanguard._fit.rollback import ActionContext
 from keras_nanguard._fit.run import Run
@@ -61,12 +55,13 @@ class Performer(NamedTuple):
 
     Attributes:
         perform: performs it; returns what was done, or raises `NotDoneError`.
-        writes: which weights, statistics and slots it writes: `"nothing"`, a whole `"snapshot"` or
-            `"parts"`. An action that ends training writes `"nothing"`, because no step follows.
+        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`;
+            `"parts"`; or `"estimates"`, statistics that are re-estimated from the next batches. An
+            action that ends training writes `"nothing"`, because no step follows.
     """
 
     perform: Callable[[ActionContext, Parameters], Done]
-    writes: Literal["nothing", "snapshot", "parts"]
+    writes: Literal["nothing", "snapshot", "parts", "estimates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +120,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
         return Outcome(name, "skipped", str(reason)), None
     except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if performer.writes == "parts":
+    if performer.writes in ("parts", "estimates"):
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
@@ -298,17 +293,14 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
 
 
 def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
-    run = context.run
-    layers, batches = learning(run.model), run.recent.last(p["batches"])
+    run, batches = context.run, p["batches"]
+    layers = learning(run.model)
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
-    if processes.count() > 1 or not runs_alone(run.model):
-        raise NotDoneError("the model is trained by several devices")
-    if not batches:
-        raise NotDoneError("no batch is in memory")
-    write_all(estimated_statistics(run, layers, batches))
-    what, steps = times(len(layers), "layer"), times(len(batches), "step")
-    return Done(f"the statistics of {what} re-estimated from the batches of {steps}")
+    write_all(initial_statistics(layers))
+    run.recovery.estimate(run.model, batches)
+    what = f"the statistics of {len(layers)} layers"
+    return Done(f"re-estimating {what} over the next {batches} batches")
 
 
 def _reset_slots(context: ActionContext, p: Parameters) -> Done:
@@ -399,7 +391,7 @@ PERFORMERS: dict[str, Performer] = {
     "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
     "repair": Performer(_repair, "parts"),
     "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
-    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "parts"),
+    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
     "reset_slots": Performer(_reset_slots, "parts"),
     "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
     "stop": Performer(_stop, "nothing"),

@@ -2,7 +2,7 @@
 outlives the fit and the process.
 
 Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
-bounds. Usually there are none.
+bounds, BatchNorm statistics are re-estimated. Usually there are none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.json_records import Whole
 from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -34,6 +35,7 @@ class Recovery:
         lowering: why and since when they are lowered.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
         scale_bounds: floor and ceiling of the loss scale.
+        recalibration: the estimate of BatchNorm statistics in progress.
     """
 
     def __init__(self) -> None:
@@ -42,11 +44,12 @@ class Recovery:
         self.lowering = Lowering()
         self.changed: list[tuple[Any, str, Any]] = []
         self.scale_bounds: tuple[float, float] | None = None
+        self.recalibration: Recalibration | None = None
 
     @property
     def active(self) -> bool:
         """Whether there is something to do after each good step."""
-        return bool(self.lowering.recover_after or self.scale_bounds)
+        return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
 
     # Settings of the optimizers
 
@@ -141,6 +144,7 @@ class Recovery:
             for optimizer in optimizers
         ]
         at = None if self.lowering.at is None else self.lowering.at - committed
+        estimate = self.recalibration
         return GuardState.model_construct(
             policy_state=self.policy_state,
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
@@ -148,14 +152,16 @@ class Recovery:
             rollbacks=rollbacks,
             lowering=self.lowering.replaced(at=at),
             scale_bounds=self.scale_bounds,
+            recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
 
-    def resume(self, state: GuardState, optimizers: Sequence[Any], write: bool) -> None:
+    def resume(self, state: GuardState, optimizers: Sequence[Any], model: Any, write: bool) -> None:
         """Apply a record before the first step.
 
         Args:
             state: the record.
             optimizers: those of the run.
+            model: its model.
             write: whether the optimizers do not have the changes yet. Otherwise they are the same
                 ones, or another callback has restored them, and values that were set since the
                 record are kept.
@@ -168,6 +174,8 @@ class Recovery:
             for name, value in settings.items():
                 self.change(next(t for t in both if hasattr(t, name)), name, value)
         self.lowering, self.scale_bounds = state.lowering, state.scale_bounds
+        if state.recalibration is not None:
+            self.estimate(model, *state.recalibration)
 
     def end(self) -> None:
         """Undo the changes to the optimizers."""
@@ -182,8 +190,15 @@ class Recovery:
         """Number of committed steps when the rate was last lowered, 0 if it never was."""
         return self.lowering.at or 0
 
-    def hold_rates(self) -> None:
-        """Keep the rates lowered if another callback has set them since."""
+    def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
+        """Start to re-estimate the statistics of all layers that update theirs."""
+        layers = learning(model)
+        self.recalibration = Recalibration(layers, batches, seen) if layers else None
+
+    def before_execution(self, committed: int) -> None:
+        """Run due tasks before an execution: a new estimate begins to count, rates stay lowered."""
+        if self.recalibration is not None:
+            self.recalibration.begin_counting(committed)
         for rate in self.rates.values():
             rate.hold()
 
@@ -207,6 +222,10 @@ class Recovery:
                 value = float(keras_variables.read(scale))
                 if not floor <= value <= ceiling:
                     keras_variables.write(scale, min(max(value, floor), ceiling))
+        if self.recalibration is not None:
+            train_state()
+            if self.recalibration.step(committed):
+                self.recalibration = None
 
     # Rollbacks
 
@@ -222,6 +241,7 @@ class Recovery:
 FORMAT = 3
 """Version of the JSON format of a `GuardState`."""
 
+Pair = tuple[Whole, Whole]
 Setting = Literal["global_clipnorm", "dynamic_growth_steps"]
 """A setting of an optimizer that an action may change during a fit."""
 
@@ -238,6 +258,7 @@ class GuardState(Record):
         rollbacks: number of rollbacks.
         lowering: why and since when the rates are lowered, for a fit that begins now.
         scale_bounds: floor and ceiling of the loss scale.
+        recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
     policy_state: PolicyState
@@ -246,6 +267,7 @@ class GuardState(Record):
     rollbacks: Whole = 0
     lowering: Lowering = Lowering()
     scale_bounds: tuple[float, float] | None = None
+    recalibration: Pair | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""

@@ -323,6 +323,6 @@ class Run:
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.follow(changes.rollbacks)
-        self.recovery.resume(changes, self.train_state().optimizers, write)
+        self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
         if self.recovery.active:
             self.plan("changes", self.step + 1)

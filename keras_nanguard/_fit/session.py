@@ -77,7 +77,8 @@ class Session:
         """Whether more is due than to keep lowered rates."""
         run = self.run
         starts = not run.began or self.start.resuming is not None or self._generators is not None
-        return starts or run.stopped or run.checks_fully or run.counts.skip_batches > 0
+        changes = run.checks_fully or run.recovery.recalibration is not None
+        return starts or run.stopped or changes or run.counts.skip_batches > 0
 
     @property
     def may_run_ahead(self) -> bool:
@@ -106,7 +107,8 @@ class Session:
         if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
-        reads = not run.began or (written and bool(recovery.rates))
+        reads = not run.began or recovery.recalibration is not None
+        reads |= written and bool(recovery.rates)
         if reads:
             run.access.sync_variables()
         if not run.began:
@@ -115,7 +117,7 @@ class Session:
             current.host().set_generator_state(self._generators)
             self._generators = None
         if reads:
-            recovery.hold_rates()
+            recovery.before_execution(run.counts.committed)
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
