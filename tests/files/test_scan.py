@@ -136,10 +136,9 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
     assert nan == document["counts"]["nan"] == 4
 
 
+@pytest.mark.requires_backend("tensorflow", "jax", reason="Keras cannot train a stateful LSTM on PyTorch")
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     """Also variables that no layer lists: slots, metrics, states of a stateful layer."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("Keras cannot train a stateful LSTM on PyTorch, whose gradients need its state")
     model = keras.Sequential(
         [keras.Input((3, 2), batch_size=4), keras.layers.LSTM(2, stateful=True, name="memory")],
         name="m",

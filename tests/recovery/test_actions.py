@@ -448,7 +448,7 @@ class MadeOnce(keras.Sequential):
         return super().make_train_function(force=force)
 
 
-@pytest.mark.skipif(keras.backend.backend() == "jax", reason="the guard makes the step itself")
+@pytest.mark.requires_backend("tensorflow", "torch", reason="the guard makes the step itself")
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("action", [{"lower_lr": {"factor": 0.25}}, {"clip": {"global_clipnorm": 0.25}}])
 def test_a_step_that_cannot_be_compiled_again(action, eager):
@@ -470,7 +470,7 @@ def test_a_step_that_cannot_be_compiled_again(action, eager):
     np.testing.assert_allclose(steps, expected_walk(rates, (4, 7), 1.0)[:7] + expected_walk(rates, (4, 7), 0.5)[7:], atol=1e-5)
 
 
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="only there a custom step can run again")
+@pytest.mark.requires_backend("torch", reason="only there a custom step can run again")
 def test_a_trial_whose_step_cannot_be_compiled():
     """The rate is not adjustable afterwards, because the compiled step does not read its factor."""
     model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False)])
@@ -588,7 +588,7 @@ class TestFixLossScale:
         assert float(optimizer.dynamic_scale.numpy()) == 32.0
         assert optimizer.dynamic_growth_steps == 2000
 
-    @pytest.mark.skipif(keras.backend.backend() == "jax", reason="the guard makes the step itself")
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="the guard makes the step itself")
     def test_a_step_that_cannot_be_compiled_again(self):
         """The action is skipped with the error, and scale, growth and bounds are those of before."""
         model = MadeOnce([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])

@@ -395,7 +395,7 @@ class CountsSteps(keras.Model):
         return super().call(x, training=training)
 
 
-@pytest.mark.skipif(zoo.BACKEND != "torch", reason="a compiled step cannot count its calls")
+@pytest.mark.requires_backend("torch", reason="a compiled step cannot count its calls")
 class TestTime:
     """The cost of trials for a healthy run, in steps."""
 

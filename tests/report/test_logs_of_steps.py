@@ -317,7 +317,7 @@ def test_skipped_batches_are_not_steps():
     assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
 
 
-@pytest.mark.skipif(zoo.BACKEND != "jax", reason="only there Keras has a thread for callbacks")
+@pytest.mark.requires_backend("jax", reason="only there Keras has a thread for callbacks")
 def test_no_thread_for_callbacks_that_do_nothing(monkeypatch):
     """Keras passes the end of each batch to another thread, whether or not a callback acts then."""
     passed = []
