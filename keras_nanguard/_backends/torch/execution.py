@@ -16,7 +16,7 @@ from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Decision, Judged, Ran, judge, read_update
+from keras_nanguard._backends.torch.judging import Decision, Judged, Observed, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
 from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._backends.torch.raised import is_numeric
@@ -38,7 +38,7 @@ class StepRun:
         body: the body.
         parts: the train state.
         learned: what earlier steps have shown.
-        seen: records the calls of optimizers and loss.
+        intercept: records the calls of optimizers and loss.
         args: the arguments of the body.
 
     Attributes:
@@ -53,11 +53,11 @@ class StepRun:
     judged_in_body: Judged | None = None
 
     def __init__(
-        self, body: Body, parts: Parts, learned: Learned, seen: Intercept, args: Sequence[Any]
+        self, body: Body, parts: Parts, learned: Learned, intercept: Intercept, args: Sequence[Any]
     ):
         self.body, self.run, self.parts, self.learned = body, body.run, parts, learned
-        self.seen, self.args = seen, args
-        self.is_compiled = seen.compiled is not None
+        self.intercept, self.args = intercept, args
+        self.is_compiled = intercept.compiled is not None
         keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
         self.keeps_undo = body.may_undo_update and keeps_undo
         may_add = learned.is_fresh or learned.adds_to_gradients is not False
@@ -107,7 +107,7 @@ class StepRun:
 
     def release(self) -> None:
         """Release all tensors, so that an exception that refers to this run does not keep them."""
-        self.seen.release()
+        self.intercept.release()
         self.log.release()
         vars(self).clear()
 
@@ -115,14 +115,14 @@ class StepRun:
 
     def _run_body(self) -> tuple[Any, bool]:
         """Run the body; return its outputs, and whether torch has raised about a bad number."""
-        function = self.seen.compiled or self.body.function
+        function = self.intercept.compiled or self.body.function
         try:
             with contextlib.ExitStack() as stack:
                 if not self.is_compiled:
                     stack.enter_context(self.log)
                     if self.body.may_undo_update:
                         self._watch.wait(stack)
-                stack.enter_context(self.seen.running(self._on_update))
+                stack.enter_context(self.intercept.running(self._on_update))
                 return function(*self.args), False
         except Exception as error:
             if self._can_be_undone and is_numeric(error):
@@ -141,7 +141,7 @@ class StepRun:
         record.build()  # as Keras would, so that its variables are noted
         self.found.note_update()
         if not self.updates:
-            self._lesson.before_update(self.seen.noted)
+            self._lesson.before_update(self.intercept.noted)
         if record.evaluates and self.judged_in_body is None:
             self.keeps_undo = self.body.may_undo_update
         if self.run.refuses and not self.keeps_undo and self.judged_in_body is None:
@@ -171,15 +171,17 @@ class StepRun:
     # After the body
 
     def _judge(self, outputs: Any, raised: bool) -> Judged:
-        seen = self.seen
+        intercept = self.intercept
         if self.log.created:
             self.parts = self.body.read_parts()
-        losses = [loss.detach() for loss in seen.losses or self.body.losses(outputs)]
-        has_gradients = not seen.records and seen.noted > 0
+        losses = [loss.detach() for loss in intercept.losses or self.body.losses(outputs)]
+        has_gradients = not intercept.records and intercept.noted > 0
         leaves_gradients = has_gradients and not self._lesson.has_written_weights
-        found = frozenset(map(id, self.found.tensors))
-        ran = Ran(seen, self.log, losses, raised, bool(self.updates), leaves_gradients, found)
-        return judge(ran, self.parts, self.learned, self.run.agreement)
+        is_updated = bool(self.updates)
+        observed = Observed(
+            intercept, self.log, self.found, losses, raised, is_updated, leaves_gradients
+        )
+        return judge(observed, self.parts, self.learned, self.run.agreement)
 
     def _commit(self, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
         """Read the updated state, unless the verdict has, now or with the next step."""
@@ -193,7 +195,7 @@ class StepRun:
             learned = replace(learned, stale=True)
             self.parts = self.body.read_parts()
         is_unread = judged is self.judged_in_body or bool(self._created)
-        is_due = bool(self.seen.records) and is_unread
+        is_due = bool(self.intercept.records) and is_unread
         is_due = is_due or not self.parts.updated.isdisjoint(unseen)
         if not (self.run.refuses and is_due):
             return verdict, learned
@@ -205,7 +207,8 @@ class StepRun:
         self.log.give_back()
         verdict, optimizers = verdict._replace(refused=True), self.parts.train_state.optimizers
         scaled = list(filter(keras_optimizers.scales_of, optimizers))
-        if scaled and verdict.only_gradients:  # the loop begins its next sum, as without the guard
+        if scaled and self.intercept.records and verdict.only_gradients:
+            # The loop begins its next sum, as after an update that Keras skips.
             self.found.clear()
         for optimizer in scaled:
             scale, counter = keras_optimizers.scales_of(optimizer)

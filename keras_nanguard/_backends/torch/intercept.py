@@ -191,14 +191,14 @@ def _backward(
     real: Callable[..., Any], inside: Sequence[Intercept], tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if torch._C._current_graph_task_id() == -1:  # not a part of another one, as in checkpointing
-        for seen in inside:
-            seen.note_losses("backward", tensors)
+        for intercept in inside:
+            intercept.note_losses("backward", tensors)
     return real(tensors, *args, **kwargs)
 
 
 def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, outputs: Any) -> Any:
-    for seen in inside if scaler.is_enabled() else ():
-        seen.note_losses("scale", outputs)
+    for intercept in inside if scaler.is_enabled() else ():
+        intercept.note_losses("scale", outputs)
     return real(scaler, outputs)
 
 

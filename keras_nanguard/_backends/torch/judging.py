@@ -13,6 +13,7 @@ import torch
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
+from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.parts import Learned, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
@@ -29,52 +30,53 @@ class Decision(IntEnum):
 
 
 @dataclass(frozen=True)
-class Ran:
+class Observed:
     """What a body has done until it is judged.
 
     Attributes:
-        seen: the calls of optimizers and loss.
+        intercept: the calls of optimizers and loss.
         log: what it has written.
+        found: the gradients that it has found, and perhaps added to.
         losses: its losses.
         raised: whether it has ended in an exception about a bad number.
         updated: whether an update has run.
         leaves_gradients: whether it has computed gradients, and leaves them for a later step.
-        found: the `id` of gradients that it has found, and perhaps added to.
     """
 
-    seen: Intercept
+    intercept: Intercept
     log: UndoLog
+    found: FoundGradients
     losses: Sequence[Any]
     raised: bool
     updated: bool
     leaves_gradients: bool
-    found: frozenset[int]
 
     def gradients(self, parts: Parts) -> list[tuple[str, Any]]:
         """Return the gradients of its updates, each with the path of its weight; if it has none,
         those that it has left.
         """
-        records = self.seen.records
+        records = self.intercept.records
         if not records:
             # A scaler will check those of a scaled loss.
-            judges_left = self.leaves_gradients and not self.seen.is_scaled
+            judges_left = self.leaves_gradients and not self.intercept.is_scaled
             return parts.gradients() if self.raised or judges_left else []
         return [(v.path, gradient) for record in records for gradient, v in record.pairs]
 
     @property
     def evaluates(self) -> bool:
         """Whether its updates evaluate the loss themselves."""
-        records = self.seen.records
+        records = self.intercept.records
         return bool(records) and all(record.evaluates for record in records)
 
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
         """Return what it has written besides its updates, as far as that is judged."""
+        found = set(map(id, self.found.tensors))
         return [
             tensor
             for tensor in self.log.written
             if id(tensor) not in parts.judged_elsewhere
             and id(tensor) not in tolerated
-            and id(tensor) not in self.found
+            and id(tensor) not in found
             and reductions.is_inexact(tensor)
         ]
 
@@ -107,7 +109,7 @@ class Judged:
     """The verdict on one step, and what decided it.
 
     Attributes:
-        ran: what was judged.
+        observed: what was judged.
         decision: the decision.
         keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
@@ -118,7 +120,7 @@ class Judged:
         constants: the `id` of buffers that turned out to be infinite on purpose.
     """
 
-    ran: Ran
+    observed: Observed
     decision: Decision
     keeps_undo: bool
     verdict: Verdict
@@ -130,10 +132,10 @@ class Judged:
 
     def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
         """Return `(site, path, tensor)` of everything that a report of the step counts."""
-        state, kept = parts.train_state, self.ran.log.kept.items()
+        state, kept = parts.train_state, self.observed.log.kept.items()
         paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
         paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
-        found = [("outputs", path, tensor) for path, tensor in self.ran.seen.outputs]
+        found = [("outputs", path, tensor) for path, tensor in self.observed.intercept.outputs]
         found += [("gradients", path, gradient) for path, gradient in self.gradients]
         return found + [
             (site, paths.get(id(tensor), "unlisted variable"), tensor)
@@ -142,45 +144,43 @@ class Judged:
         ]
 
 
-def judge(ran: Ran, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
+def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here. Sets `agreement.news`.
 
     Args:
-        ran: what its body has done.
+        observed: what its body has done.
         parts: the train state.
         learned: what earlier steps have shown.
         agreement: the agreement of processes that train together.
     """
-    gradients = ran.gradients(parts)
-    written = {"statistics": ran.statistics(parts, learned.tolerated), **ran.state(parts)}
+    gradients = observed.gradients(parts)
+    written = {"statistics": observed.statistics(parts, learned.tolerated), **observed.state(parts)}
     tensors = {"gradients": [gradient for _, gradient in gradients], **written}
-    read, constants = _read(ran, parts, tensors, learned.unread), frozenset[int]()
+    read, constants = _read(observed, parts, tensors, learned.unread), frozenset[int]()
     if not math.isfinite(sum(read["statistics"])):
-        constants = ran.constants(written["statistics"], parts)
+        constants = observed.constants(written["statistics"], parts)
         kept = [tensor for tensor in written["statistics"] if id(tensor) not in constants]
         written["statistics"] = kept
         read |= reductions.read({"statistics": reductions.norms(kept)})
-    norms = {site: reductions.norm_of(read[site], given) for site, given in written.items()}
-    previous = {
-        site: reductions.norm_of(read[f"previous {site}"], parts.by_site[site])
-        for site in learned.unread
-    }
+    norms = _norms(read, written)
+    previous = _norms(read, {site: parts.by_site[site] for site in learned.unread}, "previous ")
     left_by_previous = not all(map(math.isfinite, previous.values()))
     squares = reductions.squares_of(read["gradients"], tensors["gradients"])
-    if ran.evaluates and not math.isfinite(squares) and all(map(math.isfinite, norms.values())):
+    is_finite = all(map(math.isfinite, norms.values()))
+    if observed.evaluates and is_finite and not math.isfinite(squares):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
-    own = _verdict(ran, read, squares, {**norms, **previous} if left_by_previous else norms)
-    decision, keeps_undo, verdict = _decision(ran, read, own), learned.continues is not False, own
+    own = _verdict(observed, read, squares, {**norms, **previous} if left_by_previous else norms)
+    decision, keeps_undo = _decision(observed, read, own), learned.continues is not False
+    verdict = own
     if agreement.count > 1:
         decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)
-    return Judged(
-        ran, decision, keeps_undo, verdict, own, gradients, written, left_by_previous, constants
-    )
+    decided = decision, keeps_undo, verdict, own
+    return Judged(observed, *decided, gradients, written, left_by_previous, constants)
 
 
 def _read(
-    ran: Ran,
+    observed: Observed,
     parts: Parts,
     tensors: Mapping[str, Sequence[Any]],
     unread: Mapping[str, Sequence[Any]],
@@ -191,22 +191,32 @@ def _read(
     scales = [scale.value for scale, _ in parts.train_state.scales]
     return reductions.read(
         {
-            "losses": [loss.sum() if loss.ndim else loss for loss in ran.losses],
-            "scales": [ran.log.before(scale) for scale in scales],
+            "losses": [loss.sum() if loss.ndim else loss for loss in observed.losses],
+            "scales": [observed.log.before(scale) for scale in scales],
             **{site: reductions.norms(given) for site, given in tensors.items()},
             **{f"previous {site}": norms for site, norms in unread.items()},
         }
     )
 
 
+def _norms(
+    read: Mapping[str, Sequence[float]], tensors: Mapping[str, Sequence[Any]], prefix: str = ""
+) -> dict[str, float]:
+    """Return the norm of all these tensors of each site, from those of each tensor."""
+    return {site: reductions.norm_of(read[prefix + site], given) for site, given in tensors.items()}
+
+
 def _verdict(
-    ran: Ran, read: Mapping[str, Sequence[float]], squares: float, norms: Mapping[str, float]
+    observed: Observed,
+    read: Mapping[str, Sequence[float]],
+    squares: float,
+    norms: Mapping[str, float],
 ) -> Verdict:
     """Return the verdict from the numbers that were read, and the norms of the state by site."""
-    loss = reductions.sum_of(read["losses"], ran.losses)
+    loss = reductions.sum_of(read["losses"], observed.losses)
     return Verdict(
         False,
-        loss=math.nan if ran.raised and math.isfinite(squares) else loss,
+        loss=math.nan if observed.raised and math.isfinite(squares) else loss,
         gradients=squares,
         statistics=norms["statistics"],
         weights=norms.get("weights", 0.0),
@@ -215,13 +225,13 @@ def _verdict(
     )
 
 
-def _decision(ran: Ran, read: Mapping[str, Sequence[float]], own: Verdict) -> Decision:
-    finite = own.finite and not ran.raised
+def _decision(observed: Observed, read: Mapping[str, Sequence[float]], own: Verdict) -> Decision:
+    finite = own.finite and not observed.raised
     if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
         return Decision.REFUSE
     # Gradients whose squares overflow are so large that the update may overflow, too.
     overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-    return Decision.CHECK if overflows and not ran.updated else Decision.COMMIT
+    return Decision.CHECK if overflows and not observed.updated else Decision.COMMIT
 
 
 def _agreed(
@@ -250,6 +260,4 @@ def read_update(
     norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
     if agreement.count > 1 or reductions.is_away(parts.by_site["weights"]):
         return verdict, norms
-    read = reductions.read(norms)
-    weights, slots = (reductions.norm_of(read[site], t) for site, t in parts.by_site.items())
-    return verdict._replace(weights=weights, slots=slots), {}
+    return verdict._replace(**_norms(reductions.read(norms), parts.by_site)), {}

@@ -64,19 +64,19 @@ class Lesson:
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
 
-    def learned(self, judged: Judged, updates: Sequence[Update], is_seen: bool) -> Learned:
+    def learned(self, judged: Judged, updates: Sequence[Update], is_continued: bool) -> Learned:
         """Return what this step and those before it have shown, at its end.
 
         Args:
             judged: the verdict.
             updates: the updates that have run.
-            is_seen: whether `Watch` has seen that the body continues.
+            is_continued: whether `Watch` has shown that the body continues.
         """
-        before, losses = self._before, judged.ran.seen.noted
+        before, losses = self._before, judged.observed.intercept.noted
         by_hand, uncounted = self._by_hand
         by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
-        continues = self._continues(updates, losses, is_seen)
+        continues = self._continues(updates, losses, is_continued)
         is_one_of_several = self._body.run.agreement.count > 1
         return Learned(
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
@@ -86,17 +86,17 @@ class Lesson:
             stale=bool(self._log.created),
             continues=continues,
             updated_by=self._updated_by(updates),
-            adds_to_gradients=self._adds_to_gradients(judged.ran.leaves_gradients),
+            adds_to_gradients=self._adds_to_gradients(judged.observed.leaves_gradients),
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
 
-    def _continues(self, updates: Sequence[Update], losses: int, is_seen: bool) -> bool | None:
+    def _continues(self, updates: Sequence[Update], losses: int, is_continued: bool) -> bool | None:
         """Return whether the body continues after its first update, see `Learned`."""
         if self._body.stock:
             return False
         if self._before.continues or not updates:
             return self._before.continues
-        has_more = len(updates) > 1 or updates[0].evaluates or is_seen
+        has_more = len(updates) > 1 or updates[0].evaluates or is_continued
         if has_more or losses > self._losses or not losses or self._writes_after():
             return True
         known = {id(optimizer) for optimizer in self._parts.train_state.optimizers}
