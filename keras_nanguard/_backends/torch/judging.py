@@ -260,4 +260,5 @@ def read_update(
     norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
     if agreement.count > 1 or reductions.is_away(parts.by_site["weights"]):
         return verdict, norms
-    return verdict._replace(**_norms(reductions.read(norms), parts.by_site)), {}
+    updated = _norms(reductions.read(norms), parts.by_site)
+    return verdict._replace(weights=updated["weights"], slots=updated["slots"]), {}
