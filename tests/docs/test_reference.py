@@ -42,9 +42,7 @@ def test_help(name):
 
 
 def test_help_of_the_guard():
-    """Every argument of `NanGuard` is in its help, and every public method has a sentence."""
+    """Every argument of `NanGuard` is in its help."""
     text = inspect.getdoc(keras_nanguard.NanGuard)
     for argument in inspect.signature(keras_nanguard.NanGuard).parameters:
         assert f"{argument}:" in text or f"**{argument}:" in text
-    for member in ("summary", "report", "plot", "watch", "step", "recording", "bad_samples", "stopped", "refused", "verbose"):
-        assert inspect.getdoc(getattr(keras_nanguard.NanGuard, member))

@@ -202,13 +202,6 @@ def test_a_limit_applies_to_the_paths_that_its_glob_matches():
 # The state
 
 
-def test_the_state_survives_as_json():
-    policy = rules({"site": "loss", "after": 3, "do": "clip"})
-    _, state = run(policy, [bad(n) for n in (5, 6, 7, 90, 91)])
-    state = state.performed([Outcome("clip", "skipped", "why")])
-    assert PolicyState.model_validate_json(state.model_dump_json()) == state
-
-
 def test_a_new_fit_starts_with_budgets_and_without_streaks():
     """Past actions still count against the budget; the next bad step is the first of its streak."""
     policy = Policy.load(action_budget=1)

@@ -19,14 +19,6 @@ def actions_of(guard):
     ]
 
 
-def overflowing(*batches, count=12):
-    """Return data whose loss overflows in some batches although inputs and targets are finite."""
-    data = zoo.regression(batches=count)
-    for batch in batches:
-        data.y[batch * zoo.BATCH + 2] = 1e38
-    return data
-
-
 def eager():
     return zoo.plain(run_eagerly=True)
 
@@ -37,7 +29,7 @@ class TestSeveralInARow:
         guard = NanGuard(verbose=0, diagnose=False, snapshot={"every": 4, "verify_after": 2})
         steps = []
         count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-        run = zoo.run(eager, overflowing(7, 8, 9, count=16), guard=guard, epochs=1, callbacks=[count])
+        run = zoo.run(eager, zoo.overflowing(7, 8, 9, count=16), guard=guard, epochs=1, callbacks=[count])
         assert actions_of(guard) == [(7, []), (8, []), (9, ["rollback", "lower_lr"])]
         assert guard.incidents[-1].outcomes[-2].detail == "restored the state after 4 steps; 3 committed steps undone"
         assert steps == list(range(16)), "no batch is seen twice"

@@ -488,21 +488,6 @@ def test_written_files_are_complete_or_absent(tmp_path):
     assert path.read_text() == "whole" and os.listdir(tmp_path) == ["one.txt"]
 
 
-def test_temporary_names_do_not_pile_up(tmp_path):
-    """One name serves all: Python's table of names would grow with each other one."""
-    names, removed = [], []
-    for number in range(3):
-        with atomic_files.beside(tmp_path / f"snapshot-{number}", "snapshot") as unfinished:
-            names.append(unfinished.name)
-            unfinished.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", lambda old, new, real=os.replace: (removed.append(new.name), real(old, new)))
-        for number in range(3):
-            atomic_files.remove(tmp_path / f"snapshot-{number}")
-    assert all(name is names[0] for name in names) and all(name is removed[0] for name in removed)
-    assert len(removed) == 3 and os.listdir(tmp_path) == []
-
-
 def test_a_folder_that_cannot_be_removed_does_not_block_the_next(tmp_path, monkeypatch):
     real, stuck = shutil.rmtree, f".unfinished-{os.getpid()}-removed"
     monkeypatch.setattr(shutil, "rmtree", lambda path, **more: None if path.name == stuck else real(path, **more))

@@ -87,6 +87,14 @@ def poison(data: Data, batch: int, value: float = np.nan, where: str = "x", row:
     return data
 
 
+def overflowing(*batches: int, count: int = BATCHES) -> Data:
+    """Return data whose loss overflows in some batches although inputs and targets are finite."""
+    data = regression(batches=count)
+    for batch in batches:
+        data.y[batch * BATCH + 2] = 1e38
+    return data
+
+
 # Models
 
 
