@@ -344,7 +344,6 @@ def _compared(given: argparse.Namespace) -> int:
     elif given.json:
         for run in runs:
             row = compare.row(run) | {"causes": dict(run.causes)}
-            del row["spark"]
             output.print_json({"format": COMPARED_RUNS, **row})
     else:
         output.say(compare.text(runs))

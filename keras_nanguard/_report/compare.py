@@ -16,10 +16,9 @@ def row(run: ShownRun) -> dict[str, Any]:
     """Return the row of a run in the comparison, as text; `""` for what is unknown.
 
     `first` is when the first incident happened, `causes` are the most frequent ones, `rate` is the
-    highest learning rate at the start, `loss` the last loss, and `spark` the SVG path of the
-    losses.
+    highest learning rate at the start, and `loss` the last loss.
     """
-    step, low, high = run.recording.series("loss", 120)
+    loss = run.recording.series("loss", 120)[1]
     rate = run.recording.series("learning_rate", 120)[2]
     return {
         "name": run.name,
@@ -29,13 +28,13 @@ def row(run: ShownRun) -> dict[str, Any]:
         "first": run.incidents[0].moment if run.incidents else "",
         "causes": "; ".join(f"{n} x {why}" for why, n in run.causes.most_common(_MAX_CAUSES)),
         "rate": f"{rate[0]:.3g}" if len(rate) else "",
-        "loss": f"{low[-1]:.4g}" if len(low) else "",
-        "spark": _spark(step.tolist(), high.tolist()),
+        "loss": f"{loss[-1]:.4g}" if len(loss) else "",
     }
 
 
-def _spark(steps: list[int], values: list[float]) -> str:
-    """Return the SVG path of a small curve, 160 wide and 34 high, or `""` without data."""
+def _spark(run: ShownRun) -> str:
+    """Return the SVG path of the losses of a run, 160 wide and 34 high, or `""` without data."""
+    steps, _, values = (array.tolist() for array in run.recording.series("loss", 120))
     if len(steps) < 2:
         return ""
     low, high = min(values), max(values)
@@ -92,5 +91,6 @@ def text(runs: Sequence[ShownRun]) -> str:
 
 def page(runs: Sequence[ShownRun]) -> str:
     """Return the comparison as one HTML file."""
-    rows, title = [row(run) for run in runs], f"{len(runs)} runs"
+    rows = [row(run) | {"spark": _spark(run)} for run in runs]
+    title = f"{len(runs)} runs"
     return html.rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)
