@@ -14,17 +14,6 @@ def rate_too_high_for_sgd(bad: bool) -> Case:
 
 
 @program
-def rate_too_high_for_rmsprop(bad: bool) -> Case:
-    x, y = data(512)
-    inputs = keras.Input((4,))
-    h = layers.Dense(4)(inputs)
-    h = layers.Multiply()([h, h, h])
-    model = keras.Model(inputs, layers.Dense(1)(h))
-    model.compile(keras.optimizers.RMSprop(1e8 if bad else 1e-3), "mse")
-    return Case(model, x, y, ("divergence",))
-
-
-@program
 def rate_too_high_for_adam_ends_in_exp(bad: bool) -> Case:
     x, y = data(512)
     model = keras.Sequential(

@@ -202,27 +202,3 @@ def index_beyond_an_embedding(bad: bool) -> Case:
     if bad:
         x[21, 1] = 10
     return Case(model, x, np.ones((64, 1), "float32"), ("forward_domain",), "table", (5,), 2)
-
-
-@program
-def log_of_a_bidirectional_state(bad: bool) -> Case:
-    model = stack(
-        layers.Bidirectional(layers.GRU(3, name="gru"), name="both"),
-        layers.Lambda(lambda t: ops.log(t if bad else ops.abs(t) + 1.0), name="logs"),
-        layers.Dense(1),
-        shape=(5, 4),
-    )
-    x = np.random.default_rng(0).standard_normal((64, 5, 4)).astype("float32")
-    return Case(model, x, x[:, 0, :1], ("forward_domain",), "logs", None, 0)
-
-
-@program
-def attention_layer_of_keras_fed_with_inf(bad: bool) -> Case:
-    inputs = keras.Input((3, 4))
-    h = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
-    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(h))))
-    x = np.random.default_rng(0).standard_normal((64, 3, 4)).astype("float32")
-    y = x[:, 0, :1].copy()
-    if bad:
-        x[35, 1, 2] = np.inf
-    return Case(model, x, y, ("input_nonfinite",), "inputs", (3,), 4)
