@@ -37,7 +37,7 @@ def calling(function):
 
 
 def first(built, x=X, y=Y, **fit):
-    guard = NanGuard(verbose=0)
+    guard = NanGuard("stop", verbose=0)
     built.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit}, callbacks=[guard])
     return guard.incidents[0]
 
