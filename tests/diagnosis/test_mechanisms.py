@@ -11,7 +11,7 @@ from keras_nanguard import NanGuard, replay
 
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
-    guard = NanGuard(verbose=0, directory=directory)
+    guard = NanGuard(verbose=0, directory=directory, rules=[{"name": "seen", "after": 3, "do": "stop"}])
     try:
         case.train(guard)
     except Exception as error:  # noqa: BLE001  some faults end in an exception of the backend, after the incident
