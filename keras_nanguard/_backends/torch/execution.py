@@ -122,7 +122,8 @@ class StepRun:
                     stack.enter_context(self.log)
                     if self.body.may_undo_update:
                         self._watch.wait(stack)
-                stack.enter_context(self.intercept.running(self._on_update))
+                after_backward = self._watch.after_backward
+                stack.enter_context(self.intercept.running(self._on_update, after_backward))
                 return function(*self.args), False
         except Exception as error:
             if self._can_be_undone and is_numeric(error):

@@ -52,6 +52,7 @@ class Intercept:
     records: list[Update]
     _losses: Mapping[str, list[Any]]
     _on_update: Callable[[Update], None]
+    after_backward: Callable[[], None]
 
     def __init__(
         self,
@@ -72,10 +73,14 @@ class Intercept:
         self.release()
 
     @contextlib.contextmanager
-    def running(self, on_update: Callable[[Update], None]) -> Iterator[Intercept]:
-        """Record a step. `on_update` is called with each record in place of the update."""
+    def running(
+        self, on_update: Callable[[Update], None], after_backward: Callable[[], None]
+    ) -> Iterator[Intercept]:
+        """Record a step. `on_update` is called with each record in place of the update, and
+        `after_backward` after each backward pass of an eager step.
+        """
         self.release()
-        self._on_update = on_update
+        self._on_update, self.after_backward = on_update, after_backward
         try:
             with contextlib.ExitStack() as stack:
                 overrides = stack.enter_context(Overrides())
@@ -86,7 +91,7 @@ class Intercept:
                     stack.callback(ROOTS.leave, self)
                 yield self
         finally:
-            del self._on_update  # it refers to the run of the step, which refers to this
+            del self._on_update, self.after_backward  # they refer to the run of the step
 
     def release(self) -> None:
         """Release what the last step has recorded."""
@@ -190,10 +195,14 @@ class Intercept:
 def _backward(
     real: Callable[..., Any], inside: Sequence[Intercept], tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if torch._C._current_graph_task_id() == -1:  # not a part of another one, as in checkpointing
-        for intercept in inside:
-            intercept.note_losses("backward", tensors)
-    return real(tensors, *args, **kwargs)
+    if torch._C._current_graph_task_id() != -1:  # a part of another one, as in checkpointing
+        return real(tensors, *args, **kwargs)
+    for intercept in inside:
+        intercept.note_losses("backward", tensors)
+    result = real(tensors, *args, **kwargs)
+    for intercept in inside:
+        intercept.after_backward()
+    return result
 
 
 def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, outputs: Any) -> Any:

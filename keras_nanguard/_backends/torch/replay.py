@@ -283,7 +283,8 @@ class Replay(interface.Replay):
             _WITHOUT_ERROR.enter(watch)
             stack.callback(_WITHOUT_ERROR.leave, watch)
             watch.wait(stack)
-            yield stack.enter_context(Intercept(model, optimizers).running(on_update))
+            intercept = Intercept(model, optimizers)
+            yield stack.enter_context(intercept.running(on_update, watch.after_backward))
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -48,7 +48,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.continues = self._is_paused = False
+        self.continues = self._is_paused = self._is_due = False
         self._waiting: contextlib.ExitStack | None = None
 
     def wait(self, stack: contextlib.ExitStack) -> None:
@@ -60,10 +60,22 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         stack.callback(_APPLY.leave, self)
 
     def begin(self) -> None:
-        """Begin to watch, unless it does already, or does not wait for it."""
+        """Begin to watch, unless it does already, or does not wait for it.
+
+        Within a backward pass, whose hooks may update, it begins `after_backward`: at the end of
+        the pass torch restores the modes with which the pass began.
+        """
+        self._is_due = torch._C._current_graph_task_id() != -1
+        if self._is_due:
+            return
         stack, self._waiting = self._waiting, None
         if stack is not None:
             stack.enter_context(self)
+
+    def after_backward(self) -> None:
+        """Begin to watch if it should have begun within the backward pass that has ended."""
+        if self._is_due:
+            self.begin()
 
     @contextlib.contextmanager
     def during(self, update: Update) -> Iterator[None]:

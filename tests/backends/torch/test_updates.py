@@ -107,6 +107,37 @@ def pair(first=0, hook=""):
     return make
 
 
+def in_backward():
+    """Each parameter is updated as soon as its gradient is there; then the step averages."""
+    net = network()
+    optimizers = {p: torch.optim.Adam([p], 0.01) for p in net.parameters()}
+    mean = [p.detach().clone() for p in net.parameters()]
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def step(batch):
+        loss = loss_of(net, batch)
+        loss.backward()
+        with torch.no_grad():
+            for value, parameter in zip(mean, net.parameters()):
+                value.lerp_(parameter, 0.1)
+        return float(loss.detach())
+
+    return net, optimizers.values(), step, mean
+
+
+@pytest.mark.parametrize("bad", [(), BAD])
+def test_updates_within_a_backward_pass(bad):
+    """By hooks of the parameters, as torch documents it."""
+    results, expected = compared(in_backward, bad)
+    assert [r for i, r in enumerate(results) if i not in bad] == expected
+
+
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_first_update_is_undone_if_the_second_one_is_bad(first):
     """Also if there is a second update only from a later step on."""
