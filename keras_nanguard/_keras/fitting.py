@@ -96,14 +96,14 @@ def _acts_after_batches(callbacks: Any) -> bool:
     If none does, Keras still calls each of them, on JAX in another thread. For a small network this
     takes as long as a step.
     """
-    ends = ("on_batch_end", "on_train_batch_end")
+    ends = ("on_train_batch_end", "on_batch_end")
     return not all(_has_default(c, name) for c in callbacks.callbacks for name in ends)
 
 
 def _has_default(callback: Any, name: str) -> bool:
-    """Whether a callback has not changed this method of `keras.callbacks.Callback`."""
+    """Whether a callback has this method of `keras.callbacks.Callback`, unchanged."""
     default = getattr(keras.callbacks.Callback, name)
-    return getattr(getattr(callback, name), "__func__", None) is default
+    return getattr(getattr(callback, name, None), "__func__", None) is default
 
 
 _TRAINERS = ("fit", "evaluate", "predict")

@@ -345,3 +345,20 @@ def test_a_callback_may_begin_to_act_in_training():
     data = zoo.regression()
     zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.LambdaCallback(on_epoch_begin=begin), late)
     assert seen == list(range(data.batches))
+
+
+def test_a_callback_that_is_no_keras_callback():
+    """Keras asks for no more than the methods that it calls."""
+    calls = []
+
+    class Duck:
+        async_safe = True
+
+    names = [f"on_{what}_{when}" for what in ("train", "epoch", "train_batch") for when in ("begin", "end")]
+    for name in ("set_model", "set_params", *names):
+        setattr(Duck, name, lambda self, *args, name=name, **kwargs: calls.append(name))
+    data = zoo.regression()
+    for guard in (None, NanGuard(verbose=0)):
+        calls.clear()
+        zoo.fit(zoo.plain(), data, guard, Duck())
+        assert calls.count("on_train_batch_end") == data.batches
