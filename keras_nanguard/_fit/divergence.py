@@ -154,6 +154,7 @@ class Divergence:
         self._enabled = False
         _write(run, abandoned)
         probation.restore_rates()
+        run.plan_changes()
         run.ring.forget_after(int(probation.incident.values["onset"]))
         run.recent.restart()
         run.say(

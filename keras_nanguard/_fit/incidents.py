@@ -397,8 +397,7 @@ class Incidents:
                 outcomes = self._replay_undone(response.rerun, incident.with_(outcomes=outcomes))
             outcomes = self._poles.passed(poles, outcomes)
         run.state_replaced |= response.state_replaced
-        if run.recovery.active:
-            run.plan("changes", run.step + 1)
+        run.plan_changes()
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)
 

@@ -222,6 +222,11 @@ class Run:
         self.due[task] = step
         self.next_due = min(self.due.values())
 
+    def plan_changes(self) -> None:
+        """Continue the changes of the policy after the next step, if any lasts for several."""
+        if self.recovery.active:
+            self.plan("changes", self.step + 1)
+
     def incident(
         self, findings: Sequence[Finding], step: int | None = None, **about: Any
     ) -> Incident:
@@ -324,5 +329,4 @@ class Run:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.follow(changes.rollbacks)
         self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
-        if self.recovery.active:
-            self.plan("changes", self.step + 1)
+        self.plan_changes()

@@ -12,6 +12,7 @@ Private names of Keras:
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state
   itself.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
+- ``Callback.on_batch_end._is_default``: marks the methods that do nothing.
 - ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``,
   ``x`` and ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no
   reference to them.
@@ -90,6 +91,10 @@ def callbacks_deferred(callbacks: Any) -> bool:
     )
 
 
+_BATCH_END = keras.callbacks.CallbackList.on_train_batch_end
+"""Without a patch of other code."""
+
+
 def _acts_after_batches(callbacks: Any) -> bool:
     """Whether a callback of this list does anything at the end of a train batch.
 
@@ -101,9 +106,8 @@ def _acts_after_batches(callbacks: Any) -> bool:
 
 
 def _has_default(callback: Any, name: str) -> bool:
-    """Whether a callback has this method of `keras.callbacks.Callback`, unchanged."""
-    default = getattr(keras.callbacks.Callback, name)
-    return getattr(getattr(callback, name, None), "__func__", None) is default
+    """Whether this method of a callback is that of Keras, which does nothing."""
+    return getattr(getattr(callback, name, None), "_is_default", False)
 
 
 _TRAINERS = ("fit", "evaluate", "predict")
@@ -225,10 +229,10 @@ class Fit:
     def _watched(self, name: str) -> Callable[..., Any]:
         find, cut_short, around = self._list, self._cut_short, self._around.get(name)
         plain = getattr(type(find()), name)
-        may_be_idle = plain is keras.callbacks.CallbackList.on_train_batch_end
+        is_stock = type(find()) is keras.callbacks.CallbackList and plain is _BATCH_END
 
         def hook(*args: Any, **kwargs: Any) -> Any:
-            if may_be_idle and not _acts_after_batches(find()):
+            if is_stock and not _acts_after_batches(find()):
                 return None
             try:
                 with around(*args, **kwargs) if around is not None else nullcontext():

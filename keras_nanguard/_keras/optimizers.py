@@ -59,8 +59,8 @@ def fresh_like(optimizer: Any) -> Any:
 def first_values(optimizer: Any) -> dict[int, Any]:
     """Return by the `id` of each slot the variable with its first value: the slot of a new
     optimizer of the same configuration, and for a moving average the weight."""
-    pairs = [*zip(optimizer.variables, fresh_like(optimizer).variables), *averages_of(optimizer)]
-    return {id(slot): first for slot, first in pairs}
+    fresh = zip(optimizer.variables, fresh_like(optimizer).variables, strict=True)
+    return {id(slot): first for slot, first in (*fresh, *averages_of(optimizer))}
 
 
 def is_loss_scaled(optimizer: Any) -> bool:

@@ -362,3 +362,16 @@ def test_a_callback_that_is_no_keras_callback():
         calls.clear()
         zoo.fit(zoo.plain(), data, guard, Duck())
         assert calls.count("on_train_batch_end") == data.batches
+
+
+def test_a_method_that_other_code_patches_in_the_class(monkeypatch):
+    """As tools do that count the batches of every fit: it is called as in Keras."""
+    seen = []
+
+    def note(self, batch, logs=None):
+        seen.append(batch)
+
+    monkeypatch.setattr(keras.callbacks.Callback, "on_train_batch_end", note)
+    data = zoo.regression()
+    zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.Callback())
+    assert set(seen) == set(range(data.batches))
