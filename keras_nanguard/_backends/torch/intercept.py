@@ -186,6 +186,7 @@ class Intercept:
             return
         noted = {name: list(losses) for name, losses in self._losses.items()}
         self._on_update(record)
+        record.has_trials = len(self._losses["backward"]) > len(noted["backward"]) + 1
         self.records.append(record)  # its gradients are known only now
         if isinstance(record.result, torch.Tensor):  # not the losses of its line search
             self._losses = noted

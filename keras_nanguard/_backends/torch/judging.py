@@ -63,10 +63,10 @@ class Observed:
         return [(v.path, gradient) for record in records for gradient, v in record.pairs]
 
     @property
-    def evaluates(self) -> bool:
-        """Whether its updates evaluate the loss themselves."""
+    def has_trials(self) -> bool:
+        """Whether its updates evaluate the loss themselves, more than once."""
         records = self.intercept.records
-        return bool(records) and all(record.evaluates for record in records)
+        return bool(records) and all(record.has_trials for record in records)
 
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
         """Return what it has written besides its updates, as far as that is judged."""
@@ -168,7 +168,7 @@ def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreeme
     left_by_previous = not all(map(math.isfinite, previous.values()))
     squares = reductions.squares_of(read["gradients"], tensors["gradients"])
     is_finite = all(map(math.isfinite, norms.values()))
-    if observed.evaluates and is_finite and not math.isfinite(squares):
+    if observed.has_trials and is_finite and not math.isfinite(squares):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
     own = _verdict(observed, read, squares, {**norms, **previous} if left_by_previous else norms)
     decision, keeps_undo = _decision(observed, read, own), learned.continues is not False

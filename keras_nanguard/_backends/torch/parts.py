@@ -142,10 +142,13 @@ class Parts:
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
 
     def gradients(self) -> list[tuple[str, Any]]:
-        """Return the current gradients that a known optimizer uses, or all if there is none, each
-        with the path of its weight.
+        """Return the current gradients that a known optimizer uses, each with the path of its
+        weight; all of them if none does, because it has copies of the weights, or if one is not
+        built yet.
         """
-        used = {id(t) for optimizer in self.train_state.optimizers for t in _trained_by(optimizer)}
+        trained = list(map(_trained_by, self.train_state.optimizers))
+        used = {id(t) for tensors in trained for t in tensors} & set(map(id, self.holders))
+        used = used if all(trained) else set()
         pairs = [(v.path, t) for v, t in zip(self.train_state.trainable, self.holders)]
         pairs = [(path, t) for path, t in pairs if id(t) in used or not used]
         return [(path, local(t.grad)) for path, t in pairs if t.grad is not None]

@@ -27,11 +27,12 @@ class Update:
         pairs: each gradient with the variable that the update will write; it has a `path`.
         evaluates: whether it evaluates the loss itself, so that its gradients are known only after
             it.
+        has_trials: whether it has evaluated the loss more than once, as a line search does.
         has_hooks: whether it calls the user's code, which may write other tensors.
         result: what the update has returned.
     """
 
-    evaluates = has_hooks = False
+    evaluates = has_trials = has_hooks = False
     pairs: list[tuple[Any, Any]]
     result: Any = None
 

@@ -377,6 +377,69 @@ def test_a_bad_gradient_of_a_step_without_an_update():
     compared(accumulating())
 
 
+def copies():
+    """Adds up the gradients of three steps; the optimizer updates copies of the weights."""
+    net, done = network(), []
+    weights = list(net.parameters())
+    masters = [w.detach().clone().requires_grad_() for w in weights]
+    optimizer = torch.optim.SGD(masters, 0.01)
+
+    def step(batch):
+        Spike.apply(loss_of(net, batch.nan_to_num()), batch).backward()
+        done.extend([batch] if batch.isfinite().all() else [])
+        if len(done) == 3:
+            done.clear()
+            for master, weight in zip(masters, weights):
+                master.grad, weight.grad = weight.grad, None
+            optimizer.step()
+            with torch.no_grad():
+                for master, weight in zip(masters, weights):
+                    weight.copy_(master)
+
+    return net, [optimizer], step, masters
+
+
+def test_a_bad_gradient_of_a_weight_of_which_the_optimizer_has_a_copy():
+    """It is judged, although no optimizer has the weight itself."""
+    compared(copies)
+
+
+class Signs(torch.optim.Optimizer):
+    """Moves by the signs of the gradients, so that an infinite one leaves finite weights."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad.nan_to_num(1.0).sign(), alpha=0.01)
+        return loss
+
+
+def signs():
+    net = network()
+    optimizer = Signs(net.parameters())
+
+    def step(batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = Spike.apply(loss_of(net, batch.nan_to_num()), batch)
+            loss.backward()
+            return loss
+
+        return float(optimizer.step(closure).detach())
+
+    return net, [optimizer], step, []
+
+
+def test_a_bad_gradient_of_a_closure():
+    """Of an optimizer that evaluates the loss once it is that of the update."""
+    compared(signs)
+
+
 def test_a_bad_gradient_of_a_parameter_that_no_optimizer_updates():
     """It is no fault of a step that adds up gradients: no update will use it."""
 
