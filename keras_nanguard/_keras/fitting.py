@@ -92,7 +92,7 @@ def callbacks_deferred(callbacks: Any) -> bool:
 
 
 _BATCH_END = keras.callbacks.CallbackList.on_train_batch_end
-"""Without a patch of other code."""
+"""As it is before other code patches it."""
 
 
 def _acts_after_batches(callbacks: Any) -> bool:
@@ -228,8 +228,9 @@ class Fit:
 
     def _watched(self, name: str) -> Callable[..., Any]:
         find, cut_short, around = self._list, self._cut_short, self._around.get(name)
-        plain = getattr(type(find()), name)
-        is_stock = type(find()) is keras.callbacks.CallbackList and plain is _BATCH_END
+        kind = type(find())
+        plain = getattr(kind, name)
+        is_stock = kind is keras.callbacks.CallbackList and plain is _BATCH_END
 
         def hook(*args: Any, **kwargs: Any) -> Any:
             if is_stock and not _acts_after_batches(find()):

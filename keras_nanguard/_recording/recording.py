@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from keras_nanguard._core import plain_values
-from keras_nanguard._core.errors import GuardError, NanGuardError, expected
+from keras_nanguard._core.errors import GuardError, NanGuardError, expected, require_one_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._recording.database import (
@@ -185,9 +185,7 @@ class Recording:
         Raises:
             GuardError: if there is no such column, or `points` is not at least 1.
         """
-        if name not in MEASURED:
-            wanted = f"name to be one of {', '.join(MEASURED)}"
-            raise GuardError(expected(wanted, repr(name), "Correct the name."))
+        require_one_of("name", name, MEASURED)
         if points < 1:
             remedy = "Pass a larger number."
             raise GuardError(expected("points to be at least 1", repr(points), remedy))
