@@ -106,8 +106,9 @@ def _worker(request: dict[str, Any]) -> Iterator[queue.SimpleQueue[bytes]]:
         yield lines
     finally:
         process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(EXIT_SECONDS)
+        until = time.monotonic() + EXIT_SECONDS
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.002)
 
 
 def _forward(source: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
