@@ -117,7 +117,7 @@ TARGETS: dict[str, Target] = {
                 "keras_nanguard._fit.snapshot_files",
                 "keras_nanguard._fit.resume",
                 "keras_nanguard._fit.recovery",
-                "keras_nanguard._policy.state",
+                "keras_nanguard._policy.decide",
             ),
             runs.snapshots,
             runs.look_snapshots,

@@ -85,7 +85,7 @@ GROUPS = {
     "rules": Group(
         (
             *("_backends/shared/rules.py", "_core/verdict.py", "_core/finiteness.py"),
-            *(f"_policy/{name}.py" for name in ("decide", "state", "settings", "policy")),
+            *(f"_policy/{name}.py" for name in ("decide", "settings", "policy")),
             *("_diagnose/causes.py", "_diagnose/evidence.py"),
         ),
         ("tests/core", "tests/policy", "tests/report/test_policy_warnings.py", *CAUSES, "tests/backends/test_rules.py"),

@@ -18,8 +18,8 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.conclude import conclude
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
+from keras_nanguard._diagnose.explain_step import conclude
 from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._diagnose.trials import Case, tensors, with_trials

@@ -23,8 +23,9 @@ from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.verdict import Report
+from keras_nanguard._diagnose.advice import advice
+from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.changes import Start
-from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
 from keras_nanguard._diagnose.facts import (
     RunView,
@@ -34,7 +35,7 @@ from keras_nanguard._diagnose.facts import (
     negative_loss,
 )
 from keras_nanguard._diagnose.raised import explained
-from keras_nanguard._diagnose.sentences import data_sentences
+from keras_nanguard._diagnose.sentences import data_sentences, sentences
 from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start
 from keras_nanguard._diagnose.written import negative_slot, wrote_otherwise
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -179,6 +180,29 @@ class Explainer:
             rows = distinct(part.rows for part in found)
             seen = tuple(data_sentences(e))
         return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
+
+
+def conclude(evidence: Evidence) -> Diagnosis:
+    """Return the diagnosis that the evidence supports."""
+    conclusion = decide(evidence)
+    return Diagnosis(
+        conclusion.cause,
+        conclusion.culprit,
+        conclusion.samples,
+        sentences(evidence, conclusion),
+        advice(evidence, conclusion),
+        conclusion.confidence,
+        conclusion.because == "rescaled",
+    )
+
+
+def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
+    """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
+    the one of this exception, if it has one.
+    """
+    failed = evidence.replay.result == "failed"
+    found = explained(model, evidence.replay.error, batch) if failed else None
+    return conclude(evidence) if found is None else found[1]
 
 
 def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:

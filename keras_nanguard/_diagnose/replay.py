@@ -22,8 +22,8 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.changes import Start, computing_in_float32
-from keras_nanguard._diagnose.conclude import diagnosed
 from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.explain_step import diagnosed
 from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors

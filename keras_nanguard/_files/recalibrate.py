@@ -207,9 +207,7 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(
-    arrays: Sequence[LiveArray], only: tuple[str, ...], model: str
-) -> dict[str, Any]:
+def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) -> dict[str, Any]:
     """Return the built BatchNormalization layers by the path of their names.
 
     Raises:

@@ -23,7 +23,7 @@ from keras_nanguard._fit.callbacks import (
     hide_from_progress_bar,
     numbers,
 )
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.log import Reporter
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, current_callback_list

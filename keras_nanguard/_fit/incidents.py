@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from keras_nanguard._backends import processes
@@ -11,7 +12,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, input_names, named
-from keras_nanguard._core.history import WINDOW, level_of, onset
+from keras_nanguard._core.history import MAX_RATE, WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     Decision,
     Finding,
@@ -31,8 +32,7 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import tried
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._policy.decide import decide
-from keras_nanguard._policy.state import is_of_data
+from keras_nanguard._policy.decide import decide, is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ MUCH_HIGHER = 2.0**10
 """Factor by which a loss scale below the floor has to be too low to be a collapse. Dynamic scaling
 takes 20,000 steps for ten doublings, and the gradients of ordinary batches differ by less.
 """
+
+
+UPDATED = frozenset({"state", "weights", "slots"})
+"""Sites that an update writes."""
 
 
 def _in_batch(report: Report | None, model: Any) -> list[Finding]:
@@ -57,6 +61,26 @@ def _in_batch(report: Report | None, model: Any) -> list[Finding]:
             place = named(argument_path(part.path), names)
             findings.append(Finding(site, "nonfinite", place, nan, inf, size))
     return findings
+
+
+def incident_of(
+    run: Run, findings: Sequence[Finding], step: int | None = None, **about: Any
+) -> Incident:
+    """Return an incident about a step of a run, by default the last one; `about` are further
+    fields. It has committed unless they say that it was `refused`.
+    """
+    step = max(run.step - 1, 0) if step is None else step
+    own = {"refused": False, "committed": run.counts.committed}
+    return Incident(step, *run.counts.place(step), tuple(findings), **{**own, **about})
+
+
+def _continued(outcomes: tuple[Outcome, ...], words: str) -> tuple[Outcome, ...]:
+    """Return outcomes, the main one of which says where optimizers continue, if any does."""
+    main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
+    if not words or main is None:
+        return outcomes
+    told = replace(main, detail=f"{main.detail}; {words}")
+    return tuple(told if o is main else o for o in outcomes)
 
 
 Refusal = Literal["left_by_previous", "overflow", "incident"]
@@ -278,7 +302,8 @@ class Incidents:
         found = self._explain.of_error(error) if self._explain is not None else None
         if found is not None:
             finding, diagnosis = found
-            self._report(run.incident([finding], run.step, refused=True, diagnosis=diagnosis))
+            about = {"refused": True, "diagnosis": diagnosis}
+            self._report(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -303,7 +328,7 @@ class Incidents:
             measured["loss_scale"] = verdict.scale
         replicas = report.replicas if report else ()
         about = {"refused": refused, "values": measured, "replicas": replicas}
-        return self._run.incident(findings, step, **about)
+        return incident_of(self._run, findings, step, **about)
 
     # Explain, decide, perform, report
 
@@ -366,12 +391,24 @@ class Incidents:
         values = dict(incident.values)
         if "divergence" in incident.causes:
             values.setdefault("onset", onset(self._run.history.series))
-        poles = self._poles.find(incident)
+        poles = self._poles_of(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
         incident = incident.with_(values=values)
         return Explained(incident, report if ours else None, evidence, poles)
+
+    def _poles_of(self, incident: Incident) -> Found:
+        """Return the poles of schedules that an incident is about.
+
+        If the state was bad before the step, it is about the step that left it so. A rate that is
+        finite counts only if the diagnosis blames it.
+        """
+        if not incident.refused and UPDATED.isdisjoint(incident.sites):
+            return {}
+        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
+        highest = MAX_RATE if culprit.endswith("/learning_rate") else inf
+        return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
 
     def _stored(self, explained: Explained) -> Incident:
         """Store the bad rows and the bundle of an incident; return it with the path of these."""
@@ -395,7 +432,7 @@ class Incidents:
         else:
             if response.rerun is not None:
                 outcomes = self._replay_undone(response.rerun, incident.with_(outcomes=outcomes))
-            outcomes = self._poles.passed(poles, outcomes)
+            outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
         run.state_replaced |= response.state_replaced
         run.plan_changes()
         run.ring.save_changes(run.changes)

@@ -1,17 +1,244 @@
-"""What a guard has seen in all of its fits."""
+"""What a guard prints and records: the lines of its incidents and epochs, the events of a run, and
+the totals of all of its fits.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
-from keras_nanguard._core.incident import Incident, Lowered
+from keras_nanguard._backends import current, processes
+from keras_nanguard._core.incident import Incident, Lowered, Outcome
 from keras_nanguard._core.totals import Totals
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.decide import BUDGET_WINDOW
+from keras_nanguard._policy.policy import Policy
+from keras_nanguard._recording.database import COMMITTED, NAME
 from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.recording import BadSample, EventKind
+from keras_nanguard._report import console, terminal
+
+
+class Reporter:
+    """Prints the lines of one guard.
+
+    Args:
+        verbose: 0 prints nothing; 1 the first incident of each kind, then the 10th, the 100th, ...,
+            and each that changes the model, the optimizer or the training; 2 every incident.
+    """
+
+    def __init__(self, verbose: int):
+        self.verbose = verbose
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._most_refused = 0
+        self._printed: set[str] = set()
+        self._of_run: list[Incident] = []
+        self._details = _details(None)
+
+    def begin(self, directory: str | None) -> None:
+        """Begin a run, with its directory if it has one."""
+        self._of_run, self._details = [], _details(directory)
+
+    def incident(
+        self, incident: Incident, samples: Sequence[BadSample], lowered: Sequence[Lowered]
+    ) -> None:
+        """Print the line of an incident, if it has one.
+
+        Args:
+            incident: the incident.
+            samples: the bad rows of its step.
+            lowered: the learning rates that it has lowered.
+        """
+        self._of_run.append(incident)
+        context = console.Context(samples, lowered, self._details)
+        self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
+
+    def _line_of(self, incident: Incident, context: console.Context) -> str:
+        """Count an incident; return its line, `""` if it is only counted."""
+        kind = (*console.kind_of(incident), incident.changes)
+        self._seen[kind] += 1
+        count = self._seen[kind]
+        if self.verbose == 2:
+            return console.incident_line(incident)
+        changes = not console.CHANGING.isdisjoint(incident.changes)
+        new = count == 1 or incident.decision is None or changes
+        is_round = count >= 10 and str(count).strip("0") == "1"
+        if not (new or is_round):
+            return ""
+        return console.printable(console.brief_line(incident, context, 0 if new else count))
+
+    def epoch(
+        self, counts: Counts, epoch: int, unmeasured: Collection[str], committed_before: bool
+    ) -> None:
+        """Print the line at the end of an epoch with refused steps: of the first one, of one with
+        at least twice as many as the last printed one, or without committed steps; if `verbose` is
+        2, of each.
+
+        Ordinary overflows under dynamic loss scaling are part of a healthy run: an epoch with no
+        other refused steps has no line, unless all of its steps were refused or `verbose` is 2.
+
+        Args:
+            counts: the numbers of steps.
+            epoch: the epoch.
+            unmeasured: names of logs that no committed step of this fit has measured.
+            committed_before: whether any step of this fit has committed.
+        """
+        refused, committed = counts.epoch_refused, counts.epoch_committed
+        ordinary = counts.epoch_overflows >= refused and committed > 0
+        more = refused >= 2 * self._most_refused or not committed
+        if refused and (self.verbose == 2 or (more and not ordinary)):
+            self._most_refused = max(refused, self._most_refused)
+            seen = (epoch, refused, committed, bool(unmeasured), committed_before)
+            self.attempt("print a line", lambda: self.line(console.epoch_line(*seen)))
+
+    def end(self, counts: Counts) -> None:
+        """Print the table at the end of a run, if there were incidents."""
+        incidents, self._of_run = self._of_run, []
+        if incidents and self.verbose:
+            head = console.closing_line(counts.totals, len(incidents), self._details)
+            self.attempt("print a table", lambda: self.line(terminal.table_text(incidents, head)))
+
+    def line(self, text: str) -> None:
+        """Print a line that is not about an incident, if there is one."""
+        if text and self.verbose:
+            processes.print_line(text)
+
+    def once(self, line: str) -> None:
+        """Print a line unless it was printed before."""
+        if line not in self._printed:
+            self._printed.add(line)
+            processes.print_line(line)
+
+    def attempt(self, what: str, do: Callable[[], None]) -> None:
+        """Call a function that is not part of training. If it raises, print a warning once."""
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001  training continues
+            if what not in self._printed:
+                self._printed.add(what)
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                self.line(f"NanGuard: cannot {what}: {kind}{error}.")
+
+
+def _details(directory: str | None) -> str:
+    """Return how to see all details of the run."""
+    if directory is None:
+        return 'guard.report("run.html")'
+    return f"keras-nanguard report {shlex.quote(directory)} -o run.html"
+
+
+class RunRecording:
+    """Records the events of one run.
+
+    Args:
+        recorder: stores them.
+        counts: the counters of the run.
+        recovery: the changes of the policy.
+        policy: the policy.
+        train_state: returns the train state, whose variables have the current values.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        counts: Counts,
+        recovery: Recovery,
+        policy: Policy,
+        train_state: Callable[[], TrainState],
+    ):
+        self._recorder, self._counts, self._recovery = recorder, counts, recovery
+        self._policy, self._train_state = policy, train_state
+        self._factor = 1.0  # the last recorded factor of the guard on learning rates
+
+    def begin(self, model: Any, directory: str | None, resumed: int | None) -> None:
+        """Begin the recording of the fit.
+
+        Args:
+            model: the model.
+            directory: the folder that this process writes to; `None` writes nothing.
+            resumed: the step of the snapshot from which the fit resumes, if any.
+        """
+        meta = {
+            "model": str(getattr(model, "name", type(model).__name__)),
+            "backend": current.name(),
+            "versions": current.versions(),
+            "policy": self._policy.to_toml(),
+            "budgets": self._budgets(),
+        }
+        self._recorder.begin(
+            meta,
+            scaled=any(map(keras_optimizers.is_loss_scaled, self._train_state().optimizers)),
+            path=None if directory is None else Path(directory) / NAME,
+            resumed=resumed,
+            epoch=self._counts.epoch,
+        )
+        self._factor = self._recovery.rate_factor
+
+    def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
+        """Record the current step, with its verdict."""
+        measured = (verdict.loss, verdict.gradients, verdict.scale)
+        self._recorder.push(self._counts.step, *measured, status)
+
+    def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
+        """Record an event at the current step."""
+        self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
+
+    def actions(self, outcomes: Sequence[Outcome]) -> None:
+        """Record the budgets after an incident, and a learning rate that it has changed."""
+        self._recorder.note(budgets=self._budgets())
+        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+        self.factor("; ".join(lowered))
+
+    # Learning rates
+
+    def rate(self, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer, for the last step or for the next one
+        (`ahead`). A rate that is a custom function is not read.
+        """
+        for optimizer in filter(keras_optimizers.rate_is_pure, self._train_state().optimizers[:1]):
+            rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+            if rate is None:
+                return
+            plain = keras_optimizers.rate_variable(optimizer) is not None
+            before = self._recorder.rate(rate, ahead or not plain)
+            if ahead:
+                return
+            if self._factor != self._recovery.rate_factor:
+                self._record_factor()
+            elif before is not None and plain:
+                data = {"before": before, "after": rate, "by": "callback"}
+                self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
+
+    def factor(self, change: str = "") -> None:
+        """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
+        if change or self._factor != self._recovery.rate_factor:
+            self._record_factor(change)
+            self.rate(ahead=True)
+
+    def _record_factor(self, text: str = "") -> None:
+        before, after = self._factor, self._recovery.rate_factor
+        self._factor = after
+        text = text or f"The learning rate is {after:.3g} times the configured rate."
+        data = {"factor_before": before, "factor": after, "by": "guard"}
+        self.event("learning_rate", text, data)
+
+    def _budgets(self) -> list[dict[str, Any]]:
+        """Return how often each change was made, and how often it may be within a window."""
+        state, times = self._recovery.policy_state, self._policy.action_budget
+        table = {"times": times, "per_steps": BUDGET_WINDOW}
+        return [
+            {"rule": name, "do": [name], "used": state.times(name), **table}
+            for name in state.action_steps
+        ]
 
 
 class Log:

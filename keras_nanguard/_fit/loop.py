@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import loop_step
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.log import Reporter
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._core.history import MAX_RATE
-from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.optimizers import scheduled_iteration
@@ -24,8 +21,6 @@ MAX_PASSED = 10
 """Iterations in a row that are passed over. A schedule that gives no rate for longer ends the run
 by the bounds of the policy.
 """
-
-_UPDATED = frozenset({"state", "weights", "slots"})
 
 Found = Mapping[int, tuple[int, float]]
 """Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
@@ -38,17 +33,10 @@ class Poles:
         self._run = run
         self._known: dict[int, set[int]] = {}
 
-    def find(self, incident: Incident) -> Found:
-        """Return the poles that an incident is about.
-
-        If the state was bad before the step, it is about the step that left it so. A rate that is
-        finite counts only if the diagnosis blames it.
+    def find(self, ago: int, highest: float) -> Found:
+        """Return the poles that the optimizers have now, or had one update `ago`: a rate that is
+        not finite, or above the `highest` magnitude.
         """
-        if not incident.refused and _UPDATED.isdisjoint(incident.sites):
-            return {}
-        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
-        highest = MAX_RATE if culprit.endswith("/learning_rate") else math.inf
-        ago = 1 if not incident.refused or "state" in incident.sites else 0
         found = {}
         for optimizer in self._run.train_state().optimizers:
             iteration = scheduled_iteration(optimizer, ago)
@@ -58,22 +46,17 @@ class Poles:
                 self._known.setdefault(id(optimizer), set()).add(iteration)
         return found
 
-    def passed(self, found: Found, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-        """Pass over the poles of an incident; return its outcomes, one of which reports this."""
+    def pass_over_found(self, found: Found) -> str:
+        """Pass over the poles of an incident; return which optimizer continues where."""
         run = self._run
         if not found or run.stopped or not run.refuses:
-            return outcomes
+            return ""
         last = {key: iteration for key, (iteration, _) in found.items()}
         self.pass_over(last)  # if the replay has not
         optimizers = [o for o in run.train_state().optimizers if id(o) in found]
         after = [(o, scheduled_iteration(o)) for o in optimizers]
         past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
-        words = ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
-        main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
-        if not words or main is None:
-            return outcomes
-        told = replace(main, detail=f"{main.detail}; {words}")
-        return tuple(told if o is main else o for o in outcomes)
+        return ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
 
     def pass_over(self, beyond: Mapping[int, int] | None = None) -> None:
         """Move the iteration counters of optimizers past the poles that are known.

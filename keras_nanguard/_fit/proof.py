@@ -34,6 +34,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._fit.incidents import incident_of
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -280,8 +281,7 @@ class _Trials:
         return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
     def _growth(self) -> tuple[float, str]:
-        """Return the largest growth of a kernel since the first step, and the path of this kernel.
-        """
+        """Return the largest growth of a kernel since the first step, and the path of this kernel."""
         present, start = self._trying.present, self._untrained.state
         found = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
@@ -317,7 +317,7 @@ class _Trials:
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
-        incident = run.incident(found, diagnosis=diagnosis, values=values)
+        incident = incident_of(run, found, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
         return Lost(incident, self._trying.present, self._settings, restore_rates)
 

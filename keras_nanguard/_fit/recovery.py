@@ -22,8 +22,8 @@ from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._policy.decide import PolicyState
 from keras_nanguard._policy.records import Record
-from keras_nanguard._policy.state import PolicyState
 
 
 class Recovery:

@@ -27,7 +27,7 @@ from keras_nanguard._fit.snapshot_files import (
 )
 from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.state import PolicyState
+from keras_nanguard._policy.decide import PolicyState
 
 
 @dataclass(frozen=True, slots=True)

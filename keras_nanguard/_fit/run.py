@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
+from keras_nanguard._fit.log import RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
-from keras_nanguard._fit.run_recording import RunRecording
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
 from keras_nanguard._fit.steps import Counts, RecentBatches
@@ -226,16 +226,6 @@ class Run:
         """Continue the changes of the policy after the next step, if any lasts for several."""
         if self.recovery.active:
             self.plan("changes", self.step + 1)
-
-    def incident(
-        self, findings: Sequence[Finding], step: int | None = None, **about: Any
-    ) -> Incident:
-        """Return an incident about a step, by default the last one; `about` are further fields. It
-        has committed unless they say that it was `refused`.
-        """
-        step = max(self.step - 1, 0) if step is None else step
-        own = {"refused": False, "committed": self.counts.committed}
-        return Incident(step, *self.counts.place(step), tuple(findings), **{**own, **about})
 
     def last_arguments(self) -> Any:
         """Return the arguments of the last step as they were given; `None` if they are gone."""

@@ -18,7 +18,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
-from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
@@ -201,7 +201,7 @@ class Session:
             self._judge(verdict, reports[-1] if reports else None)
             run.counts.advance()
             if run.agreement.news:
-                self.incidents.handle(run.incident(run.agreement.pick_up()))
+                self.incidents.handle(incident_of(run, run.agreement.pick_up()))
         run.checks_fully = run.access.transaction.counted
         self._run_due()
 
@@ -297,7 +297,7 @@ class Session:
         state = (f for f in run.scan() if f.site != "slots" or not findings)
         found = [*findings, *state]
         if found := run.agreement.between_steps(found) if act else found:
-            incident = run.incident(found, diagnosis=diagnosis)
+            incident = incident_of(run, found, diagnosis=diagnosis)
             if act:
                 self.incidents.handle(incident)
             else:
@@ -320,7 +320,7 @@ class Session:
             closing.callback(run.recent.restart)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
-                self.incidents.report(run.incident(run.agreement.pick_up()))
+                self.incidents.report(incident_of(run, run.agreement.pick_up()))
 
     def _end_recording(self) -> None:
         status, run = "finished" if self.finished else "failed", self.run

@@ -8,7 +8,7 @@ from math import inf
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
@@ -68,7 +68,7 @@ class Tasks:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, needed))
         if findings:
-            self.incidents.handle(run.incident(findings))
+            self.incidents.handle(incident_of(run, findings))
         return self.monitors.due
 
     def look_for_divergence(self) -> float:
@@ -110,7 +110,7 @@ class Tasks:
             which = " of the state before the first step" if first else ""
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
-            self.incidents.handle(run.incident(run.scan(before=first)))
+            self.incidents.handle(incident_of(run, run.scan(before=first)))
         return not obstacle
 
 

@@ -33,7 +33,6 @@ from keras_nanguard._policy.settings import (
     Statistics,
     matches_path,
 )
-from keras_nanguard._policy.state import RESULT_SITES
 
 VERSION: Literal[2] = 2
 """Version of the form of policy files."""
@@ -66,6 +65,9 @@ class Sections(TypedDict, total=False):
 
 BETWEEN_STEPS = frozenset({"divergence", "spike", "stuck"})
 """Kinds that checks find between two steps, at intervals."""
+
+RESULT_SITES = ("validation", "predictions")
+"""The sites of results: those of `evaluate` and `predict` during training. They have no steps."""
 
 SECTIONS = tuple(Sections.__annotations__)
 """The sections of a policy."""

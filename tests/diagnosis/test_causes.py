@@ -12,10 +12,11 @@ from keras_nanguard import Finding
 from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
-from keras_nanguard._diagnose import causes, conclude as conclude_module
+from keras_nanguard._diagnose import advice as advice_module, causes
+from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.conclude import advice, conclude
 from keras_nanguard._diagnose.evidence import OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.explain_step import conclude
 from keras_nanguard._diagnose.raised import explained
 
 SMALL, ZERO = Operand(1.0, False, False), Operand(0.0, True, False)
@@ -74,8 +75,8 @@ def test_unscaled_data_that_has_made_training_diverge():
 @pytest.mark.parametrize("cause", CAUSE_WORDS)
 def test_the_conditions_of_advice_exist(cause):
     """Each is a fact for the advice, or the observation that decides in a rule."""
-    items = {**conclude_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0))}
-    known = {**items, **conclude_module._words(BAD, decide(BAD))}
+    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0))}
+    known = {**items, **advice_module._words(BAD, decide(BAD))}
     entries = (entry for entry in CAUSE_WORDS[cause]["do"] if not isinstance(entry, str))
     words = {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()}
     assert not {word for word in words - set(known) if f'"{word}"' not in inspect.getsource(causes)}

@@ -5,10 +5,9 @@ from hypothesis import given, strategies as st
 
 from keras_nanguard import Diagnosis, Finding, Incident, Outcome, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
-from keras_nanguard._policy.decide import RATE_CURES, decide
+from keras_nanguard._policy.decide import BAD_DATA, RATE_CURES, PolicyState, decide, is_bad_step
 from keras_nanguard._policy.policy import PRESETS, warnings_about
 from keras_nanguard._policy.settings import matches_path
-from keras_nanguard._policy.state import BAD_DATA, PolicyState, is_bad_step
 from keras_nanguard.actions import ACTIONS
 
 BOUND = 12

@@ -15,7 +15,7 @@ from keras_nanguard._fit.rates import Lowering, RateChange
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
-from keras_nanguard._policy.state import PolicyState
+from keras_nanguard._policy.decide import PolicyState
 
 RATE = {"factor": 0.5, "rate": 0.1, "absolute": False}
 SETTINGS = ({"global_clipnorm": None}, {"dynamic_growth_steps": 9})

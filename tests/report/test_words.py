@@ -13,7 +13,7 @@ from keras_nanguard._core.totals import Totals
 from keras_nanguard._diagnose.examine import DiagnosisReport
 from keras_nanguard._diagnose.replay import ReplayReport
 from keras_nanguard._files.reports import RecalibrateReport, RepairReport, ScanReport
-from keras_nanguard._fit.reporter import Reporter
+from keras_nanguard._fit.log import Reporter
 from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import (

@@ -1,7 +1,6 @@
-"""From evidence to the diagnosis that the user reads: the cause, its evidence in sentences, and the
-advice. Pure functions.
+"""The advice of a diagnosis, from its evidence and its conclusion. Pure functions.
 
-The advice is in `_core/causes.toml`; `_words` has what its sentences name.
+The sentences are in `_core/causes.toml`; `_words` has what they name.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from keras_nanguard._core.data import argument_path
-from keras_nanguard._core.incident import Diagnosis
 from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
-from keras_nanguard._diagnose.causes import Conclusion, decide
+from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._diagnose.evidence import LOW, MAX_NORM, Evidence, OptimizerFacts
-from keras_nanguard._diagnose.raised import explained
-from keras_nanguard._diagnose.sentences import at_rows, sentences
+from keras_nanguard._diagnose.sentences import at_rows
 
 RAW = 100.0
 """Magnitude above which an input counts as not scaled."""
@@ -27,29 +24,6 @@ LARGE_WEIGHT = 10.0
 
 MAX_HALF_NORM = 256.0
 """The same as `MAX_NORM`, in float16."""
-
-
-def conclude(evidence: Evidence) -> Diagnosis:
-    """Return the diagnosis that the evidence supports."""
-    conclusion = decide(evidence)
-    return Diagnosis(
-        conclusion.cause,
-        conclusion.culprit,
-        conclusion.samples,
-        sentences(evidence, conclusion),
-        advice(evidence, conclusion),
-        conclusion.confidence,
-        conclusion.because == "rescaled",
-    )
-
-
-def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
-    """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
-    the one of this exception, if it has one.
-    """
-    failed = evidence.replay.result == "failed"
-    found = explained(model, evidence.replay.error, batch) if failed else None
-    return conclude(evidence) if found is None else found[1]
 
 
 def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
