@@ -106,8 +106,10 @@ def _acts_after_batches(callbacks: Any) -> bool:
 
 
 def _has_default(callback: Any, name: str) -> bool:
-    """Whether this method of a callback is that of Keras, which does nothing."""
-    return getattr(getattr(callback, name, None), "_is_default", False)
+    """Whether this method of a callback is that of Keras, which does nothing. A wrapper or a mock
+    of it may have its mark, too."""
+    method = getattr(callback, name, None)
+    return getattr(method, "_is_default", False) is True and not hasattr(method, "__wrapped__")
 
 
 _TRAINERS = ("fit", "evaluate", "predict")

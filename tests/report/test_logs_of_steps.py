@@ -1,6 +1,8 @@
 """Unusual logs (dicts, text, the loss of one batch): committed steps log as stock Keras."""
 
+import functools
 import math
+from unittest import mock
 
 import keras
 import numpy as np
@@ -364,14 +366,19 @@ def test_a_callback_that_is_no_keras_callback():
         assert calls.count("on_train_batch_end") == data.batches
 
 
-def test_a_method_that_other_code_patches_in_the_class(monkeypatch):
+PATCHES = {
+    "without the method": lambda method, note: lambda self, batch, logs=None: note(batch),
+    "with functools.wraps": lambda method, note: functools.wraps(method)(lambda self, batch, logs=None: note(batch)),
+    "with a mock": lambda method, note: mock.Mock(side_effect=lambda batch, logs=None: note(batch)),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
+def test_a_method_that_other_code_patches_in_the_class(patch, monkeypatch):
     """As tools do that count the batches of every fit: it is called as in Keras."""
     seen = []
-
-    def note(self, batch, logs=None):
-        seen.append(batch)
-
-    monkeypatch.setattr(keras.callbacks.Callback, "on_train_batch_end", note)
+    patched = patch(keras.callbacks.Callback.on_train_batch_end, seen.append)
+    monkeypatch.setattr(keras.callbacks.Callback, "on_train_batch_end", patched)
     data = zoo.regression()
     zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.Callback())
     assert set(seen) == set(range(data.batches))
