@@ -102,7 +102,7 @@ class LayerLooks:
                     self._copy(run)
                 else:
                     self._compare(run)
-        except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
+        except Exception:  # noqa: BLE001  a variable that cannot be read ends the looks
             self.release()
             return inf
         self._cost += time.monotonic() - began
