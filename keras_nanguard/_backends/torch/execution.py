@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,11 @@ from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras import attributes as keras_attributes, optimizers as keras_optimizers
+from keras_nanguard._keras import (
+    attributes as keras_attributes,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 
 
 class StepRun:
@@ -122,8 +126,8 @@ class StepRun:
                     stack.enter_context(self.log)
                     if self.body.may_undo_update:
                         self._watch.wait(stack)
-                after_backward = self._watch.after_backward
-                stack.enter_context(self.intercept.running(self._on_update, after_backward))
+                around_backward = self._around_backward
+                stack.enter_context(self.intercept.running(self._on_update, around_backward))
                 return function(*self.args), False
         except Exception as error:
             if self._can_be_undone and is_numeric(error):
@@ -136,6 +140,11 @@ class StepRun:
         finally:
             for created in self.log.created:
                 self.run.note_created(*created)
+
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        with self.found.around_backward(), self._watch.around_backward():
+            yield
 
     def _on_update(self, record: Update) -> None:
         """Run the update, unless the verdict on the step refuses it."""
@@ -205,19 +214,30 @@ class StepRun:
 
     def _refuse(self, verdict: Verdict) -> Verdict:
         """Undo the step; each loss scale is updated. Return the verdict."""
-        self.log.give_back()
         verdict, optimizers = verdict._replace(refused=True), self.parts.train_state.optimizers
-        scaled = list(filter(keras_optimizers.scales_of, optimizers))
-        if scaled and self.intercept.records and verdict.only_gradients:
+        overflowed = self._overflowed() if verdict.only_gradients else []
+        self.log.give_back()
+        for record in overflowed:
             # The loop begins its next sum, as after an update that Keras skips.
-            self.found.clear()
-        for optimizer in scaled:
+            for _, variable in record.pairs:
+                keras_variables.stored(variable).grad = None
+        blamed = {id(record.optimizer): record.optimizer for record in overflowed}
+        for optimizer in blamed.values() or filter(keras_optimizers.scales_of, optimizers):
             scale, counter = keras_optimizers.scales_of(optimizer)
             before = float(scale.value), int(counter.value), optimizer.initial_scale
             after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
             scale.assign(after[0])
             counter.assign(after[1])
         return verdict
+
+    def _overflowed(self) -> list[Update]:
+        """Return the updates with bad gradients by optimizers that scale the loss: those of another
+        one keep their sums and their scale. All of them if processes train together.
+        """
+        scaled = [r for r in self.intercept.records if keras_optimizers.scales_of(r.optimizer)]
+        if self.run.agreement.count > 1:
+            return scaled
+        return [r for r in scaled if not reductions.are_finite([g for g, _ in r.pairs])]
 
     def _report(self, judged: Judged) -> Report:
         """Return the report of a bad step of this process. No argument is copied."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Found:
     """A gradient that a step finds, of which this process may have a shard only."""
 
@@ -46,6 +46,7 @@ class FoundGradients:
         pairs = [(t, t.grad) for t in holders if t.grad is not None] if is_read else []
         self._found = [_Found(t, grad, local(grad)._version) for t, grad in pairs]
         self._at_update: list[_Found] | None = None
+        self._added_to: set[_Found] = set()
         self.tensors = [local(grad) for _, grad in pairs]
 
     def note_update(self) -> None:
@@ -53,28 +54,32 @@ class FoundGradients:
         if self._at_update is None:
             self._at_update = self._in_use()
 
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Note to which of them a backward pass adds out of place (`create_graph=True`)."""
+        unchanged = [found for found in self._found if found.holder.grad is found.gradient]
+        try:
+            yield
+        finally:
+            now = [(found, found.holder.grad) for found in unchanged]
+            self._added_to.update(f for f, g in now if g is not None and g is not f.gradient)
+
     def are_added_to(self) -> bool:
         """Whether the body has added to one of them."""
-        return any(found.is_written for found in self._in_use())
+        return any(found.is_written or found in self._added_to for found in self._in_use())
 
     def restore(self, log: UndoLog) -> None:
         """Restore those that the body has not replaced; for all others leave none. A bad sum, which
         no later step could correct, is dropped.
         """
         in_use = self._in_use()
-        self.clear()
-        for found in in_use:
-            before = [log.kept[id(local(found.gradient))].value]
-            norms = map(float, reductions.norms(before))
-            if math.isfinite(reductions.norm_of(norms, before)):
-                found.holder.grad = found.gradient
-
-    def clear(self) -> None:
-        """Leave no gradients."""
         for holder in self._holders:
             holder.grad = None
+        for found in in_use:
+            if reductions.are_finite([log.kept[id(local(found.gradient))].value]):
+                found.holder.grad = found.gradient
 
     def _in_use(self) -> list[_Found]:
         if self._at_update is not None:
             return self._at_update
-        return [found for found in self._found if found.is_in_use]
+        return [found for found in self._found if found.is_in_use or found in self._added_to]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -52,7 +53,7 @@ class Intercept:
     records: list[Update]
     _losses: Mapping[str, list[Any]]
     _on_update: Callable[[Update], None]
-    after_backward: Callable[[], None]
+    around_backward: Callable[[], AbstractContextManager[None]]
 
     def __init__(
         self,
@@ -74,13 +75,15 @@ class Intercept:
 
     @contextlib.contextmanager
     def running(
-        self, on_update: Callable[[Update], None], after_backward: Callable[[], None]
+        self,
+        on_update: Callable[[Update], None],
+        around_backward: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[Intercept]:
         """Record a step. `on_update` is called with each record in place of the update, and
-        `after_backward` after each backward pass of an eager step.
+        `around_backward` returns a context for each backward pass of an eager step.
         """
         self.release()
-        self._on_update, self.after_backward = on_update, after_backward
+        self._on_update, self.around_backward = on_update, around_backward
         try:
             with contextlib.ExitStack() as stack:
                 overrides = stack.enter_context(Overrides())
@@ -91,7 +94,7 @@ class Intercept:
                     stack.callback(ROOTS.leave, self)
                 yield self
         finally:
-            del self._on_update, self.after_backward  # they refer to the run of the step
+            del self._on_update, self.around_backward  # they refer to the run of the step
 
     def release(self) -> None:
         """Release what the last step has recorded."""
@@ -198,12 +201,11 @@ def _backward(
 ) -> Any:
     if torch._C._current_graph_task_id() != -1:  # a part of another one, as in checkpointing
         return real(tensors, *args, **kwargs)
-    for intercept in inside:
-        intercept.note_losses("backward", tensors)
-    result = real(tensors, *args, **kwargs)
-    for intercept in inside:
-        intercept.after_backward()
-    return result
+    with contextlib.ExitStack() as stack:
+        for intercept in inside:
+            intercept.note_losses("backward", tensors)
+            stack.enter_context(intercept.around_backward())
+        return real(tensors, *args, **kwargs)
 
 
 def _scale(real: Callable[..., Any], inside: Sequence[Intercept], scaler: Any, outputs: Any) -> Any:

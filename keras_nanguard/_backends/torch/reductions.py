@@ -84,6 +84,11 @@ def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
     return number if math.isfinite(number) else math.sqrt(2.0 * _exact(number, tensors, 2))
 
 
+def are_finite(tensors: Sequence[Any]) -> bool:
+    """Whether every entry of these tensors is finite. Waits for the device."""
+    return math.isfinite(norm_of(map(float, norms(tensors)), tensors))
+
+
 def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
     found = [_dense(t.detach()) for t in tensors if is_inexact(t) and t.numel()]

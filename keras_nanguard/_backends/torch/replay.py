@@ -284,7 +284,7 @@ class Replay(interface.Replay):
             stack.callback(_WITHOUT_ERROR.leave, watch)
             watch.wait(stack)
             intercept = Intercept(model, optimizers)
-            yield stack.enter_context(intercept.running(on_update, watch.after_backward))
+            yield stack.enter_context(intercept.running(on_update, watch.around_backward))
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

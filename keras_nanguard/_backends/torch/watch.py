@@ -62,8 +62,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     def begin(self) -> None:
         """Begin to watch, unless it does already, or does not wait for it.
 
-        Within a backward pass, whose hooks may update, it begins `after_backward`: at the end of
-        the pass torch restores the modes with which the pass began.
+        Within a backward pass, whose hooks may update, it begins after the pass, at the end of
+        which torch restores the modes with which it began.
         """
         self._is_due = torch._C._current_graph_task_id() != -1
         if self._is_due:
@@ -72,10 +72,14 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if stack is not None:
             stack.enter_context(self)
 
-    def after_backward(self) -> None:
-        """Begin to watch if it should have begun within the backward pass that has ended."""
-        if self._is_due:
-            self.begin()
+    @contextlib.contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Begin to watch after a backward pass if it should have begun within it."""
+        try:
+            yield
+        finally:
+            if self._is_due:
+                self.begin()
 
     @contextlib.contextmanager
     def during(self, update: Update) -> Iterator[None]:

@@ -331,9 +331,13 @@ def test_a_scaler_after_a_step_that_ends_in_an_exception():
     assert same(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("bad", [(0, 2), (0, 1, 4), (2,), (1, 7)])
-def test_gradients_of_several_steps_after_a_bad_one(bad):
-    """A refused step leaves the sum of the gradients before it, also if the first step was refused."""
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("bad", [(0, 2), (0, 1, 4), (2,), (1, 7), (1, 3, 8)])
+def test_gradients_of_several_steps_after_a_bad_one(bad, create_graph):
+    """A refused step leaves the sum of the gradients before it, also if the first step was refused.
+    With `create_graph` torch replaces the sum instead of adding to it.
+    """
     batches = BATCHES[:9].clone()
     batches[list(bad)] = float("nan")
 
@@ -343,7 +347,7 @@ def test_gradients_of_several_steps_after_a_bad_one(bad):
 
         def step(batch):
             loss = loss_of(net, batch)
-            loss.backward()
+            loss.backward(create_graph=create_graph)
             return loss
 
         with guard.watch(net, optimizer):

@@ -99,6 +99,47 @@ def test_an_overflow_in_a_sum_of_gradients_of_a_scaled_loss(bad):
     assert same(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("optimizer", [scaled, lambda: keras.optimizers.SGD(0.1)])
+def test_an_overflow_of_one_optimizer_and_a_sum_of_gradients_of_another_one(optimizer):
+    """The other one, of the second layer, adds up gradients over three steps. Its sum is that of
+    the good steps, with the scale that it had.
+    """
+
+    def trained(batches):
+        model, other, good = network(scaled(), layers.Dense(2)), optimizer(), []
+        first, second = ([layer.kernel, layer.bias] for layer in model.layers)
+        model.optimizer.build(first)
+        other.build(second)
+
+        def update(optimizer, variables):
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in variables], variables)
+            for variable in variables:
+                variable.value.grad = None
+
+        def body(x, overflow):
+            loss = 0.01 * model.compute_loss(x=x, y=Y, y_pred=model(x, training=True))
+            wrong = overflow * first[0].value.sum()
+            torch.autograd.backward(model.optimizer.scale_loss(loss) + wrong, inputs=[v.value for v in first], retain_graph=True)
+            torch.autograd.backward(other.scale_loss(loss), inputs=[v.value for v in second])
+            good.extend([] if overflow else [x])
+            update(model.optimizer, first)
+            if len(good) % 3 == 0 and not overflow:
+                update(other, second)
+            return loss
+
+        with (guard := NanGuard(verbose=0)).watch(model, model.optimizer, other):
+            step = guard.step(body)
+            for batch, overflow in batches:
+                step(batch, overflow)
+        assert float(model.optimizer.dynamic_scale) == 64.0 / 2 ** (len(batches) - len(good))
+        return [np.array(ops.convert_to_numpy(v)) for v in model.variables]
+
+    good = [(factor * X / 10, 0.0) for factor in range(1, 8)]
+    bad = (X, math.inf)
+    assert same(trained([*good[:4], bad, *good[4:5], bad, *good[5:]]), trained(good))
+
+
 @pytest.mark.parametrize("kind", ["stock", "own", "loop"])
 @pytest.mark.parametrize("good", [1, 3])
 def test_gradients_that_a_refused_step_leaves(kind, good):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
@@ -142,6 +143,41 @@ def test_updates_within_a_backward_pass(bad):
 def test_a_first_update_is_undone_if_the_second_one_is_bad(first):
     """Also if there is a second update only from a later step on."""
     compared(pair(first))
+
+
+class Raising(torch.autograd.Function):
+    """Ends the backward pass with an exception."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        raise ArithmeticError
+
+
+def raising():
+    """The backward pass updates the second layer, and raises before the first one."""
+    first, second = network()[:2], torch.nn.Linear(8, 1)
+    optimizers = {p: torch.optim.SGD([p], 0.01) for p in second.parameters()}
+    mean = [p.detach().clone() for p in second.parameters()]
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+
+    def step(batch):
+        with contextlib.suppress(ArithmeticError):
+            loss_of(lambda x: second(Raising.apply(first(x))), batch).backward()
+        with torch.no_grad():
+            for value, parameter in zip(mean, second.parameters()):
+                value.lerp_(parameter, 0.1)
+
+    return torch.nn.ModuleList([first, second]), optimizers.values(), step, mean
+
+
+def test_writes_after_a_backward_pass_that_raises():
+    """The step catches the exception and continues; a refused step restores what it writes then."""
+    compared(raising)
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
