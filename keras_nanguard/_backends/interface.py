@@ -209,7 +209,7 @@ class Replay:
         return []
 
     def without_rows(self, value: Any, kept: Any) -> Any:
-        """Return the given rows of a tensor or an array; a kind without rows is returned unchanged."""
+        """Return the given rows of a tensor or an array; other values are returned unchanged."""
         raise NotImplementedError
 
     def twin(self, variable: Any) -> Any:

@@ -1,8 +1,9 @@
 """Checks for finite faults that appear over several steps. They run between two steps, on the host.
 
 A check reads a few small variables. Most findings are only reported. An action follows for a loss
-scale out of range, for a value beyond a limit of the policy, and for settled moving statistics of a
-BatchNormalization that jump beyond 1e30. `Divergence` handles runs that are lost as a whole.
+scale out of range, for a value beyond a limit of the policy, for settled moving statistics of a
+BatchNormalization that jump beyond 1e30, and for second moments beyond 1e30 that the gradients
+cannot have produced. `Divergence` handles runs that are lost as a whole.
 
 `LayerLooks` measures each layer: norms of weights, update ratio, statistics. It copies the weights
 and compares them after the following execution. The compiled step is not involved. The interval is
@@ -26,7 +27,12 @@ from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.batchnorm import trained
 from keras_nanguard._fit.run import HUGE, Run, beyond, checked
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    compiled as keras_compiled,
+    layers as keras_layers,
+    variables as keras_variables,
+)
+from keras_nanguard._keras.optimizers import second_moments
 
 Array = np.ndarray[Any, Any]
 
@@ -55,7 +61,8 @@ LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
 
 With the usual momentum of 0.99 the batches between two checks replace 40 % of a moving average.
-These batches would have to be a thousand times larger than all earlier ones.
+These batches would have to be a thousand times larger than all earlier ones. For second moments it
+is the margin over what all gradients so far can have produced.
 """
 
 SETTLED = 10
@@ -95,7 +102,7 @@ class LayerLooks:
                     self._copy(run)
                 else:
                     self._compare(run)
-        except Exception:  # noqa: BLE001  a variable of a kind that cannot be read ends the looks; training needs none
+        except Exception:  # noqa: BLE001  a variable that cannot be read ends the looks
             self.release()
             return inf
         self._cost += time.monotonic() - began
@@ -157,14 +164,16 @@ class Monitors:
         due: step of the next check.
         ceiling: sum over the moving statistics of a step (`Run.statistics`) above which the next
             check runs at once.
+        highest: the same for weights and slots (`Run.updated`).
     """
 
     def __init__(self) -> None:
         self.due: float = LOOKS[0]
-        self.ceiling = HUGE
+        self.ceiling = self.highest = HUGE
         self._reported = set[Callable[[Run], Iterator[Finding]]]()
         self._statistics = dict[int, float]()
-        self._rollbacks = self._since = 0
+        self._rollbacks = self._since = self._seen = 0
+        self._gradient = 0.0
 
     @np.errstate(all="ignore")  # the values are not finite
     def look(self, run: Run, scale_is_needed: bool = False) -> list[Finding]:
@@ -177,6 +186,10 @@ class Monitors:
         step = run.step
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
         self.ceiling = max(abs(run.statistics), least) * LEAP
+        is_huge, self.highest = abs(run.updated) > HUGE, max(abs(run.updated) * LEAP, HUGE)
+        norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
+        self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
+        self._seen = step
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
@@ -186,6 +199,8 @@ class Monitors:
         watches = [self._range, self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
+        if is_huge:
+            watches.append(self._moments)
         found: list[Finding] = []
         for watch in watches:
             findings = list(watch(run))
@@ -237,6 +252,27 @@ class Monitors:
                     yield Finding("statistics", "out_of_range", statistic.path, 0, 0, size, now)
                 elif statistic is layer.moving_variance:
                     yield Finding("statistics", "spike", statistic.path, value=now)
+
+    def _moments(self, run: Run) -> Iterator[Finding]:
+        """Find second moments beyond 1e30 that other code has written.
+
+        A second moment is an average of squared gradients, or their sum. So it never exceeds its
+        initial value plus the largest squared norm of a gradient for each step. Large gradients
+        explain large moments: a healthy run never gets here.
+        """
+        first = run.ring.start
+        own = keras_compiled.trains_by_compiled_loss(run.model) and processes.count() == 1
+        if not own or first is None or not first.at_hand or not self._gradient > 0.0:
+            return
+        explained = run.step * self._gradient**2
+        for moment in second_moments(run.train_state().optimizers):
+            start = first.value(moment)
+            now = finiteness.largest(keras_variables.view(moment))
+            if start is None or not HUGE < now < math.inf:
+                continue
+            if now > LEAP * (finiteness.largest(start) + explained):
+                size = int(np.prod(moment.shape))
+                yield Finding("slots", "out_of_range", moment.path, 0, 0, size, now)
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """Find a loss scale out of its range."""

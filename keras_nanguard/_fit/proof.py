@@ -281,7 +281,7 @@ class _Trials:
         return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
     def _growth(self) -> tuple[float, str]:
-        """Return the largest growth of a kernel since the first step, and the path of this kernel."""
+        """Return the largest growth of a kernel since the first step, and the kernel's path."""
         present, start = self._trying.present, self._untrained.state
         found = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))

@@ -145,7 +145,8 @@ class Run:
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.
         next_due: the earliest of these.
-        statistics: the sum over the moving statistics in the last committed step (see `Verdict`).
+        statistics, updated: the sums over the moving statistics, and over weights and slots, in the
+            last committed step (see `Verdict`).
         began: whether the state before the first step was checked.
         stopped: whether the policy has ended training.
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
@@ -183,7 +184,7 @@ class Run:
         self.ring = self._ring()
         self.due: dict[str, float] = {}
         self.next_due = inf
-        self.statistics = 0.0
+        self.statistics = self.updated = 0.0
         self.began = self.stopped = self.failed = self.state_replaced = False
         self.checks_fully = True
         self.rebuilds = 0

@@ -245,14 +245,14 @@ class Session:
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""
-        run, counts = self.run, self.run.counts
+        run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.commit()
         run.history.push(step, loss, gradients, scale)
         run.recorder.push(step, loss, gradients, scale)
         run.recent.push(step, run.access.transaction.given)
-        run.statistics = verdict.statistics
-        if abs(run.statistics) > self.tasks.monitors.ceiling:
+        run.statistics, run.updated = verdict.statistics, verdict.weights + verdict.slots
+        if abs(run.statistics) > monitors.ceiling or abs(run.updated) > monitors.highest:
             run.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:

@@ -1,5 +1,5 @@
-"""A finite number alone is never too large: only above a limit of the policy, or in settled
-statistics that jump.
+"""A finite number alone is never too large: only above a limit of the policy, in settled statistics
+that jump, or in second moments that the gradients cannot have produced.
 """
 
 import keras
@@ -75,8 +75,45 @@ def test_settled_statistics_that_leap(statistic):
     assert np.abs(found).max() < 100.0
 
 
+def second_moments(path, make):
+    return pytest.param(path, make, id=make.__name__)
+
+
+@pytest.mark.parametrize(
+    ("path", "make"),
+    [
+        second_moments("kernel_velocity", optimizers.Adam),
+        second_moments("kernel_velocity", optimizers.RMSprop),
+        second_moments("kernel_accumulator", optimizers.Adagrad),
+        second_moments("kernel_norm", optimizers.Adamax),
+    ],
+)
+def test_second_moments_that_no_gradient_explains(path, make, capsys):
+    """3e38 in a second moment stops its weight for good. Restored, the run ends as without it."""
+    data = zoo.regression()
+    expected = zoo.run(build(lambda: make(1e-3)), data)
+    write = writes(path, 3e38)
+    run = zoo.run(build(lambda: make(1e-3)), data, guard=NanGuard(), callbacks=[write])
+    (incident,) = run.guard.incidents
+    assert {(f.site, f.kind) for f in incident.findings} == {("slots", "out_of_range")}
+    assert incident.diagnosis.cause == "state_nonfinite" and "e+38 in " in capsys.readouterr().out
+    assert "rollback" in actions(run.guard) and "lower_lr" not in actions(run.guard)
+    largest = max(np.abs(v).max() for path, v in run.state)
+    assert largest < 1e3 and run.history["loss"][-1] < 1.2 * expected.history["loss"][-1]
+
+
+def test_second_moments_of_an_earlier_fit():
+    """Above 1e30 before the first step: accepted, even with small gradients."""
+    model, data = build()(), zoo.regression()
+    model.fit(data.x, 1e18 * data.y, batch_size=zoo.BATCH, verbose=0)
+    assert max(np.abs(keras.ops.convert_to_numpy(v)).max() for v in model.optimizer.variables) > 1e30
+    guard = NanGuard(verbose=0)
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=3, verbose=0, callbacks=[guard])
+    assert guard.incidents == []
+
+
 def test_second_moments_of_growing_gradients():
-    """Targets that grow from 1 to 1e18 within an epoch make moments above 1e30."""
+    """Targets that grow from 1 to 1e18 within an epoch make the moments that they explain."""
     data = zoo.regression()
     data.y *= np.geomspace(1, 1e18, len(data.y))[:, None].astype("float32")
     plain = zoo.run(build(), data)
@@ -84,10 +121,16 @@ def test_second_moments_of_growing_gradients():
     assert run.guard.incidents == [] and zoo.differences(run, plain, 1e-5) == []
 
 
-def test_a_second_moment_that_other_code_writes():
-    """Nothing is reported, as the number is finite."""
-    write = writes("kernel_velocity", 1e36)
-    run = zoo.run(build(), zoo.regression(), guard=NanGuard(verbose=0), callbacks=[write])
+class Marked(optimizers.Adam):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        moment = self._velocities[self._get_variable_index(variable)]
+        self.assign(moment, keras.ops.full(moment.shape, 1e36))
+
+
+def test_slots_of_an_optimizer_of_the_users_own():
+    """The contents of the slots of a custom class are unknown."""
+    run = zoo.run(build(lambda: Marked(1e-3)), zoo.regression(), guard=NanGuard(verbose=0))
     assert run.guard.incidents == []
 
 
