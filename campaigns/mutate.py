@@ -60,7 +60,7 @@ SHARP = (
     *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in MODES),
     *(f"tests/transaction/test_transaction.py::test_{name}" for name in FIRST),
     *(f"tests/transaction/test_transaction.py::test_every_batch_bad[{mode}]" for mode in ("graph", "steps4")),
-    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+    "tests/report/test_logs.py::test_ordinary_overflows",
 )
 """A few tests of TensorFlow and JAX; each traces or compiles for seconds."""
 
@@ -68,7 +68,7 @@ FITS = (
     *(f"tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-{mode}]" for mode in ("xla", "steps4")),
     f"tests/transaction/test_transaction.py::test_{FIRST[1]}",
     "tests/transaction/test_transaction.py::test_every_batch_bad[steps4]",
-    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+    "tests/report/test_logs.py::test_ordinary_overflows",
 )
 """Fewer of them for TensorFlow, because tests of single steps cover most of the same."""
 

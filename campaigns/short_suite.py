@@ -26,7 +26,7 @@ TESTS = (
     "tests/keras_internals/test_internals.py",
     # a refused step changes nothing, bit for bit
     "tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-graph]",
-    "tests/transaction/test_traps.py::test_12_alarm_on_an_ordinary_overflow",
+    "tests/report/test_logs.py::test_ordinary_overflows",
     "tests/transaction/test_guard_model.py::test_results_and_files_are_plain_keras",
     # writes of other code between two steps
     "tests/transaction/test_sites.py::TestOutsideWrites::test_detected_and_restored[nan]",

@@ -15,6 +15,7 @@ from support import zoo
 from support.docs_tools import load
 from test_layout import BACKENDS, KNOW_NO_KERAS, ORDER, PACKAGE, edges, modules
 
+from campaigns import mutate, short_suite
 from keras_nanguard import NanGuard, actions
 from keras_nanguard._core.incident import Decision, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS, CAUSES
@@ -108,6 +109,16 @@ def test_the_commands_of_the_pages_are_targets_of_the_makefile():
     named = {name for page in (ROOT / "README.md", CONTRIBUTING) for name in re.findall(r"`make ([\w-]+)", text(page))}
     assert len(named) > 8
     assert named - targets == set()
+
+
+def test_the_tests_that_campaigns_run_exist():
+    """A name that is gone would end a campaign of hours, or the tests of each release, at once."""
+    run = {test for group in mutate.GROUPS.values() for test in group.tests} | set(short_suite.tests_of("tensorflow"))
+    named = [re.fullmatch(r"(tests/[\w/.]+)((?:::\w+)*)(?:\[.+\])?", test) for test in run - {"-k", "not process"}]
+    places = [(located(found[1]), found[2][2:].replace("::", ".")) for found in named if found]
+    assert len(places) == len(named) > 40
+    gone = [place for place in places if place[0] is None or (place[1] and place[1] not in names(place[0]))]
+    assert gone == []
 
 
 # The packages
