@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-GENERATED_PREFIXES = ("keras_tensor", "input_layer")
-"""Prefixes of the names that Keras generates for inputs without a name."""
-
 ROLES = {"inputs": "x", "targets": "y"}
 """Arguments of `fit`, by the role of their arrays."""
 
@@ -38,13 +35,6 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
     elif value is not None:
         yield path, value
-
-
-def input_names(model: Any) -> tuple[str, ...]:
-    """Return the name of each `keras.Input` of a functional model, `""` if it is generated; `()`
-    for other models."""
-    names = [str(getattr(tensor, "name", "")) for tensor in getattr(model, "inputs", None) or ()]
-    return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
 
 
 def named(path: str, names: tuple[str, ...]) -> str:

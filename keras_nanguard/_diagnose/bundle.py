@@ -30,7 +30,6 @@ from typing import Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
-from keras_nanguard._core.data import input_names
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.plain_values import one_line
@@ -38,7 +37,11 @@ from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import RunView
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
-from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    layers as keras_layers,
+    variables as keras_variables,
+)
 
 
 def write(run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> str:
@@ -88,7 +91,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
     about = {
         "format": bundles.FORMAT,
         "batch": structure,
-        "inputs": list(input_names(run.model)),
+        "inputs": list(keras_layers.input_names(run.model)),
         "dtypes": [a.dtype.name for a in arrays],
         "state": [
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}

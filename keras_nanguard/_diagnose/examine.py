@@ -189,7 +189,7 @@ def _examined(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
 
 
 def _what_it_takes(model: Any) -> str:
-    taken = [tuple(tensor.shape) for tensor in getattr(model, "inputs", None) or ()]
+    taken = [tuple(tensor.shape) for tensor in keras_layers.inputs_of(model)]
     shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
     return f"Pass one batch, x and y as for fit{shapes}."
 

@@ -19,7 +19,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult, preserved
 from keras_nanguard._core import finiteness, memory
-from keras_nanguard._core.data import input_names, named
+from keras_nanguard._core.data import named
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
 from keras_nanguard._diagnose.changes import (
@@ -75,7 +75,7 @@ class Case:
 
     def with_batch(self) -> Case:
         """Return the case with the evidence from its batch alone."""
-        batch, names = self.batch, input_names(self.step.model)
+        batch, names = self.batch, keras_layers.input_names(self.step.model)
         ids = not keras_layers.takes_floats(self.step.model)
 
         def shown(parts: Sequence[Any]) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ class Case:
         """Return the case with the result of a replay."""
         origin = run.origin or NOWHERE
         if origin.source == "batch":
-            name = named(origin.op, input_names(self.step.model))
+            name = named(origin.op, keras_layers.input_names(self.step.model))
             origin = dataclasses.replace(origin, op=name)
         path = run.first_path if run.first else self.evidence.first_path
         return (

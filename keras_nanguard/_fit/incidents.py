@@ -11,7 +11,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data import argument_path, input_names, named
+from keras_nanguard._core.data import argument_path, named
 from keras_nanguard._core.history import MAX_RATE, WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     Decision,
@@ -31,7 +31,11 @@ from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import tried
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._policy.decide import decide, is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
@@ -53,7 +57,7 @@ def _in_batch(report: Report | None, model: Any) -> list[Finding]:
     """Return findings for inputs and targets of a step by the user's names: `x`, `x/age`, `y`."""
     if report is None or report.batch is None:
         return []
-    findings, names = [], input_names(model)
+    findings, names = [], keras_layers.input_names(model)
     for part in batches.parts(report.batch):
         nan, inf, size = finiteness.counts(keras_variables.dense(part.value))
         if nan or inf:

@@ -36,6 +36,9 @@ from keras_nanguard._core.variable_names import ONES
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
+GENERATED_PREFIXES = ("keras_tensor", "input_layer")
+"""Prefixes of the names that Keras generates for inputs without a name."""
+
 
 def layers_of(model: Any) -> list[Any]:
     """Return the model and its layers at any depth, in the order in which Keras lists them."""
@@ -178,7 +181,7 @@ def takes_floats(model: Any) -> bool:
     """Whether a model takes integers as numbers, not as ids or tokens: it casts all inputs to a
     float dtype, and none of its layers takes ids, as a custom one may.
     """
-    inputs = keras.tree.flatten(getattr(model, "inputs", None) or ())
+    inputs = inputs_of(model)
     if not inputs or not all("float" in str(t.dtype) for t in inputs):
         return False
     return all(
@@ -194,6 +197,22 @@ def class_of(thing: Any) -> str:
     """
     own = (kind for kind in type(thing).__mro__ if kind.__module__.startswith("keras."))
     return next((kind.__name__ for kind in own), "")
+
+
+def inputs_of(model: Any) -> list[Any]:
+    """Return the inputs of a functional or sequential model; none of others, in which the attribute
+    `inputs` may be anything.
+    """
+    inputs = getattr(model, "inputs", None)
+    tensors = inputs if isinstance(inputs, list) else []
+    return tensors if all(isinstance(t, keras.KerasTensor) for t in tensors) else []
+
+
+def input_names(model: Any) -> tuple[str, ...]:
+    """Return the name of each `keras.Input` of a functional model, `""` if it is generated; `()`
+    for other models."""
+    names = [str(tensor.name) for tensor in inputs_of(model)]
+    return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
 
 
 def output_names(model: Any) -> list[str]:

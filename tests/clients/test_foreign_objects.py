@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, diagnose
 
 
 def same_as_plain(build, epochs=2):
@@ -43,6 +43,26 @@ def test_attributes_whose_properties_raise(helper):
 
     same_as_plain(build)
     assert Environment.read == 0
+
+
+@pytest.mark.parametrize("inputs", [keras.layers.ReLU(), [keras.layers.ReLU()], 5], ids=["layer", "list", "number"])
+def test_an_attribute_that_has_the_name_of_one_of_keras(inputs, tmp_path):
+    """Only functional models have their inputs in it."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.dense = inputs, keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+    model, guard = Own(), NanGuard(verbose=0, directory=tmp_path)
+    model.compile("sgd", "mse")
+    zoo.fit(model, zoo.poison(zoo.regression(), 2), guard)
+    (incident,) = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.culprit) == ("input_nonfinite", "inputs")
+    assert incident.bundle and diagnose(model, zoo.regression().x).ok
 
 
 class Scaled(keras.layers.BatchNormalization):
