@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,8 @@ NOT_OF_KERAS = {
     *("_cdata", "_nnz", "_schema", "_version", "_foreach_norm", "_opt_called", "_per_optimizer_states", "_buffers", "_torchdynamo_orig_callable"),  # PyTorch
     *("_get_default_store", "_get_total_norm", "_local_tensor", "_to_kwargs"),  # PyTorch
     "_src",  # JAX
-    *("_fields", "_asdict", "_replace"),  # our own, named tuples
+    *("_fields", "_asdict", "_replace", "_lock"),  # our own
+    "_initializer",  # the end of a key of a config
 }
 
 
@@ -168,6 +170,15 @@ def test_keras_src():
     assert [m for m in modules() if _uses_keras_src(m) and not m.startswith("_keras.")] == []
 
 
+@functools.cache
+def of_keras() -> frozenset[str]:
+    """Return the names with one leading underscore of variables, tensors, layers, losses and optimizers."""
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    several = (layer, layer.kernel, keras.Input((1,)), keras.losses.MeanSquaredError(), keras.optimizers.Adam(), keras.Sequential())
+    return frozenset(name for one in several for name in dir(one) if re.match("_[a-z]", name))
+
+
 def _private(module: str) -> set[str]:
     """Return the names with one leading underscore that are read from objects of others."""
     names = set()
@@ -180,6 +191,9 @@ def _private(module: str) -> set[str]:
                 names.add(node.attr)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr") and node.args[1:]:
             names.add(getattr(node.args[1], "value", ""))
+    # Names in strings, such as those of overrides, if an object of Keras has them.
+    strings = {n.value for n in ast.walk(tree(module)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    names |= strings & of_keras()
     single = {n for n in names if isinstance(n, str) and re.match(r"_[a-z]", n)}
     return single - defined - NOT_OF_KERAS
 

@@ -98,6 +98,9 @@ FaultKind = Literal["nan", "inf", "-inf", "overflow", "spike", "zero"]
 
 _FILE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "causes.toml").read_text("utf-8"))
 
+LOW = ("float16", "bfloat16")
+"""Dtypes of low precision."""
+
 CAUSE_WORDS: dict[str, dict[str, Any]] = _FILE["causes"]
 """The table of each cause."""
 

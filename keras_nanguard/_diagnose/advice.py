@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from keras_nanguard._core.data import argument_path
-from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, NAMES_DATA
+from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, LOW, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
 from keras_nanguard._diagnose.causes import Conclusion
-from keras_nanguard._diagnose.evidence import LOW, MAX_NORM, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.evidence import MAX_NORM, Evidence, OptimizerFacts
 from keras_nanguard._diagnose.sentences import at_rows
 
 RAW = 100.0

@@ -1,15 +1,11 @@
 """Changes of a step for the trials of a diagnosis: an earlier state, scaled data, the model in
 float32.
-
-Private to Keras, because there is no public way: ``Variable._value``, and ``_dtype`` of variables,
-losses and symbolic tensors. `tests/keras_internals/test_internals.py` fails when a release of Keras
-removes one of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -18,15 +14,11 @@ import numpy as np
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core import finiteness
-from keras_nanguard._diagnose.evidence import LOW
 from keras_nanguard._keras import (
     arrays as keras_arrays,
-    layers as keras_layers,
-    losses as keras_losses,
-    optimizers as keras_optimizers,
+    precision,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import Overrides
 
 Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
@@ -65,28 +57,9 @@ def standardized(role: str, value: Any, ids: bool = True) -> Any:
     return keras.ops.cast(scaled, keras.backend.standardize_dtype(dtype))
 
 
-@contextlib.contextmanager
-def computing_in_float32(step: ReplayableStep) -> Iterator[None]:
+def computing_in_float32(step: ReplayableStep) -> AbstractContextManager[None]:
     """Make the model of a step compute in float32, with float32 copies of all variables of the step
     that have a low dtype.
     """
-    twins: list[tuple[Any, Any]] = []
-    with Overrides() as overrides:
-        for layer in keras_layers.layers_of(step.model):
-            keras_layers.replace_policy(layer, keras.DTypePolicy("float32"), LOW, overrides)
-        for tensor in keras_layers.symbolic_inputs(step.model):
-            overrides.set(tensor, "_dtype", "float32")
-        for loss in keras_losses.losses_of(step.model):
-            if str(getattr(loss, "dtype", "")) in LOW:
-                overrides.set(loss, "_dtype", "float32")
-        for variable in step.variables():
-            if str(getattr(variable, "dtype", "")) not in LOW:
-                continue
-            native, twin = getattr(variable, "value", None), current.replay().twin(variable)
-            if twin is not None:
-                overrides.set(variable, "_value", twin)
-                overrides.set(variable, "_dtype", "float32")
-                twins.append((native, twin))
-        for optimizer in step.optimizers:
-            keras_optimizers.register_twins(optimizer, twins, overrides)
-        yield
+    twin = current.replay().twin
+    return precision.computing_in_float32(step.model, step.optimizers, step.variables(), twin)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from keras_nanguard._core.history import MAX_RATE, Growth
 from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.literals import LOW
 from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
 from keras_nanguard._core.verdict import LayerRow
 
@@ -29,9 +30,6 @@ MAX_NORM = 1e15
 
 FEW = 0.25
 """Share of the rows of a batch up to which they are few."""
-
-LOW = ("float16", "bfloat16")
-"""Dtypes of low precision."""
 
 EXPONENTIALS = frozenset({"Exp", "Expm1", "Sinh", "Cosh", "Softplus", "Pow"})
 """Operations that overflow for moderate operands."""

@@ -15,7 +15,8 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._diagnose.evidence import LOW, Evidence, OptimizerFacts, RunFacts, TargetFault
+from keras_nanguard._core.literals import LOW
+from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, RunFacts, TargetFault
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,

@@ -3,7 +3,7 @@
 A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts, each
 with one owner; all other files read them there. The files from top to bottom:
 
-    the guard     attached (in a running fit, and loops without), arguments
+    the guard     attached (in a running fit), loop (without a fit), arguments
                   log (what is printed and recorded)
     a step        session (before and after it), tasks (what is due between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report

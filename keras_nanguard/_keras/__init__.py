@@ -13,6 +13,8 @@ Each module names at its head the private names that it uses because there is no
 | `layers` | layers at any depth, the graph of a functional model | dtype policies |
 | `losses` | the losses and metrics given to `compile` | |
 | `fitting` | callbacks, data, end of a running `fit` | methods of their list, first epoch |
+| `attributes` | Python attributes of what a train step calls | the same |
+| `precision` | | dtypes of layers, losses and variables |
 | `jax_trainer` | the state that `fit` passes from step to step on JAX | the same |
 | `overrides` | | attributes of instances; functions of classes, in one thread |
 """

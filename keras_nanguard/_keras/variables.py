@@ -4,6 +4,8 @@ Private names of Keras:
 
 - ``keras.src.backend.Variable``: the class of every variable. In Keras 3.6 `keras.Variable` is
   another class, which no layer uses.
+- ``Variable._direct_assign`` and ``Variable._initialize``, through which a layer writes the value
+  of a variable; there is no public hook.
 - ``Variable._value``: the value of a variable, under `tf.distribute` one of several copies.
 - ``keras.src.utils.module_utils.tensorflow``: imports TensorFlow only if it is used.
 - The attribute ``global_seed_generator`` of Keras' global state
@@ -30,6 +32,9 @@ from keras_nanguard._keras import arrays as keras_arrays
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
+
+ASSIGN, INITIALIZE = "_direct_assign", "_initialize"
+"""Its methods that write a value, and the first one."""
 
 _NAME = "_nanguard_as_keras"
 

@@ -12,9 +12,8 @@ An eager step cannot be inspected before it runs, so its writes are recorded, in
 
 So a healthy step mostly copies its small state (statistics, seeds, metrics), each once.
 
-Names private to Keras: ``Variable._direct_assign`` and ``Variable._initialize``, through which a
-layer writes the value of a variable on this backend; there is no public hook. Optimizers write in
-place.
+Layers write the value of a variable through two methods of Keras' variables (`_keras.variables`),
+optimizers write in place.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
 
 WRITES = ThreadOverrides(
     keras_variables.VARIABLE,
-    {"_direct_assign": _keeping(UndoLog.note), "_initialize": _initialize},
+    {keras_variables.ASSIGN: _keeping(UndoLog.note), keras_variables.INITIALIZE: _initialize},
     _companions,
 )
 """The override through which the undo logs record writes."""
