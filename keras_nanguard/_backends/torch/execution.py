@@ -68,7 +68,7 @@ class StepRun:
         self.found = FoundGradients(parts.holders, is_read=may_add and body.may_undo_update)
         self.log = self._undo_log()
         self._lesson = Lesson(body, parts, learned, self.log, self.is_compiled, self.found)
-        self._watch = Watch()
+        self._watch = Watch(parts.updated)
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
 
@@ -87,7 +87,8 @@ class StepRun:
         attributes = parts.attributes(every=learned.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
         log.at_undo("gradients", partial(self.found.restore, log))
-        for optimizer in parts.loose if undoes_updates else ():
+        # `Watch` keeps those of an eager step when they update.
+        for optimizer in parts.loose if undoes_updates and self.is_compiled else ():
             log.at_undo(id(optimizer), optimizer.held())
         return log
 

@@ -271,7 +271,8 @@ class Replay(interface.Replay):
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
-        watch = Watch()
+        weights = _natives(getattr(model, "trainable_variables", ()))
+        watch = Watch(set(map(id, weights)))
 
         def on_update(record: Update) -> None:
             watch.begin()

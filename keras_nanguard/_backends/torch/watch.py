@@ -7,15 +7,16 @@ update on, a `TorchDispatchMode` sees each operation before it writes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import torch
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keras_nanguard._backends.torch.modules import local, tensors_in
+from keras_nanguard._backends.torch.modules import TorchOptimizer, local, tensors_in
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
@@ -41,15 +42,20 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Keeps each tensor that the code of a step writes in place, in the undo logs of this thread.
 
+    Args:
+        weights: the `id` of the weights of the step.
+
     Attributes:
-        continues: whether a Keras optimizer has updated that only the body knows, or the step has
-            communicated with other processes.
+        continues: whether an optimizer of weights has updated that only the body knows, or the step
+            has communicated with other processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Container[int]) -> None:
         super().__init__()
+        self._weights = weights
         self.continues = self._is_paused = self._is_due = False
         self._waiting: contextlib.ExitStack | None = None
+        self._updating: Any = None
 
     def wait(self, stack: contextlib.ExitStack) -> None:
         """Wait for `begin`, or for an update by an optimizer that only the body knows; `stack`:
@@ -58,6 +64,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         self._waiting = stack
         _APPLY.enter(self)
         stack.callback(_APPLY.leave, self)
+        stack.callback(register_optimizer_step_pre_hook(self._before_torch_update).remove)
 
     def begin(self) -> None:
         """Begin to watch, unless it does already, or does not wait for it.
@@ -72,6 +79,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if stack is not None:
             stack.enter_context(self)
 
+    @property
+    def _has_begun(self) -> bool:
+        return self._waiting is None or self._is_due
+
     @contextlib.contextmanager
     def around_backward(self) -> Iterator[None]:
         """Begin to watch after a backward pass if it should have begun within it."""
@@ -84,17 +95,32 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
     @contextlib.contextmanager
     def during(self, update: Update) -> Iterator[None]:
         """Do not watch an update inside of this context, unless it calls the user's code."""
-        self._is_paused = not update.has_hooks
+        self._is_paused, self._updating = not update.has_hooks, update.optimizer
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused, self._updating = False, None
 
     def note_update(self) -> None:
         """Note that an optimizer updates."""
         if not self._is_paused:
             self.continues = True
             self.begin()
+
+    def _before_torch_update(self, optimizer: Any, *_: Any) -> None:
+        """Keep what an optimizer of torch is about to write that only the body knows, or that
+        another one wraps. One of other tensors is part of the computation, as in meta-learning.
+        """
+        if self not in _APPLY.inside() or optimizer is getattr(self._updating, "of", None):
+            return
+        adapted = TorchOptimizer(optimizer, {})
+        parameters = list(map(local, adapted.parameters))
+        if any(id(parameter) in self._weights for parameter in parameters):
+            self.note_update()
+            for undo_log in WRITES.inside() if self._has_begun else ():
+                undo_log.at_undo(id(optimizer), adapted.held())
+                for parameter in parameters:
+                    undo_log.keep(parameter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,4 +145,6 @@ _APPLY = ThreadOverrides(
     next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind)),
     {"apply": _applying},
 )
-"""Every update of a Keras optimizer. That of a `LossScaleOptimizer` updates by its inner one."""
+"""Every update of a Keras optimizer; torch has hooks for its own. That of a `LossScaleOptimizer`
+updates by its inner one.
+"""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -143,6 +144,39 @@ def test_updates_within_a_backward_pass(bad):
 def test_a_first_update_is_undone_if_the_second_one_is_bad(first):
     """Also if there is a second update only from a later step on."""
     compared(pair(first))
+
+
+def unwatched(replaced_at, kind):
+    """One network, whose parts have one optimizer each. The guard does not know that of the first
+    part, which updates first. The known one may also be replaced before a good step.
+    """
+
+    def make():
+        net, done = network(), []
+        first = kind(net[0].parameters(), 0.01)
+        optimizers = [torch.optim.Adam(net[2].parameters(), 0.01)]
+        known = list(optimizers)
+
+        def step(batch):
+            if len(done) == replaced_at:
+                optimizers[0] = kind(net[2].parameters(), 0.01)
+            net.zero_grad()
+            loss_of(net, batch).backward()
+            first.step()
+            optimizers[0].step()
+            done.extend([batch] if batch.isfinite().all() else [])
+
+        return net, known, step, []
+
+    return make
+
+
+@pytest.mark.parametrize("bad", [(), (0, 2), (3, 5, 6, 9)])
+@pytest.mark.parametrize("replaced_at", [0, 3, STEPS])
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), partial(torch.optim.Adam, fused=True)])
+def test_an_optimizer_that_the_guard_does_not_know(kind, replaced_at, bad):
+    """A refused step restores its slots, and the weights that it has updated."""
+    compared(unwatched(replaced_at, kind), bad)
 
 
 class Raising(torch.autograd.Function):
