@@ -135,7 +135,7 @@ class PolicyState(Record):
                 "climb": before.climb + (not is_of_data(incident)),
                 "without_effect": before.without_effect,
             }
-        if incident.refused and step not in self.refused[-1:]:
+        if incident.refused and step not in self.refused:
             recent = (*self.refused, step)
             changes["refused"] = tuple(s for s in recent if s > step - SHARE_WINDOW)
         state = self.replaced(**changes)
@@ -307,7 +307,8 @@ def _is_bad_state(incident: Incident) -> bool:
 def _escalation(policy: Policy, state: PolicyState, incident: Incident) -> _Choice:
     """Return the current stage of the escalation."""
     steps = state.consecutive if is_of_data(incident) else state.climb
-    place = min(max(steps, 1), len(policy.escalation)) - 1  # 0: the same step had bad data, too
+    steps = max(steps, 1)  # 0: the same step had bad data, too
+    place = min(steps, len(policy.escalation)) - 1
     rate = not incident.causes or not incident.causes.isdisjoint(RATE_CURES)
     nothing_committed = incident.committed == 0
     actions = tuple(

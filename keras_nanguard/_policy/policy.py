@@ -204,7 +204,7 @@ class Policy(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the complete policy as plain values, in the form that `load` reads."""
-        document = self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json")
         for name in ("limits", "rules"):
             items = getattr(self, name)
             document[name] = [item.model_dump(mode="json", exclude_defaults=True) for item in items]

@@ -179,9 +179,7 @@ def matches_path(path: str, glob: str) -> bool:
 
     `post_bn*` matches `post_bn_1`, `model/post_bn_1` and `model/post_bn_1/moving_mean`.
     """
-    if fnmatchcase(path, glob):
-        return True
     parts = path.split("/")
-    ends = range(1, len(parts) + 1)
-    runs = ("/".join(parts[first:last]) for last in ends for first in range(last))
+    starts = range(len(parts))
+    runs = ("/".join(parts[n:end]) for n in starts for end in range(len(parts), n, -1))
     return any(fnmatchcase(run, glob) for run in runs)

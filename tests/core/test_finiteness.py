@@ -26,6 +26,18 @@ def test_which_dtypes_can_be_bad():
     assert finiteness.is_float(np.dtype("float32")) and not finiteness.is_float(np.dtype("int32"))
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
+def test_the_limits_are_those_of_the_dtype(dtype):
+    """The smallest normal and the largest number; nothing is small or large in another dtype."""
+    real = dtype in FLOATS[:6]
+    info = (np if dtype in ("float32", "float64") else ml_dtypes).finfo(dtype) if real else None
+    known = (float(info.smallest_normal), float(info.max)) if real else (0.0, np.inf)
+    assert finiteness.float_limits(dtype) == known and finiteness.is_real(dtype) is real
+    if dtype != "string":
+        given = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        assert finiteness.dtype_name(given) == finiteness.dtype_name(f"torch.{dtype}") == dtype
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_dtype_that_can_be_bad_is_found_bad(dtype):
     bad = array(dtype, [1.0, np.nan, 2.0])

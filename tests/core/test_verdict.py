@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from keras_nanguard import Finding
 from keras_nanguard._backends import current
-from keras_nanguard._core.verdict import PERIOD, Report, Verdict
+from keras_nanguard._core.verdict import PERIOD, LayerRow, Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 
 NAN, INF = math.nan, math.inf
@@ -26,6 +26,7 @@ def test_a_row_and_the_record_have_one_order():
     assert (type(found.refused), type(found.step), type(found.halted)) == (bool, int, bool)
     found = Verdict.of([0.0, 0.5, 2.0, 3.0, 4.0, 5.0, 8.0, 7.0, 1.0])
     assert (found.refused, found.halted) == (False, True)
+    assert Verdict.of([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0, 0.0, 0.0]) == FINE
 
 
 def test_float32_represents_every_step_number():
@@ -114,6 +115,12 @@ def test_a_scale_that_scales_nothing_is_a_collapse(scale):
 def test_a_report_of_a_step_that_is_finite_has_no_findings():
     assert report() == []
     assert Report(FINE, (), ()).left_by_previous is False
+
+
+def test_a_call_of_a_layer_is_finite_without_nan_and_either_inf():
+    for nan, plus, minus in itertools.product((0, 2), repeat=3):
+        row = LayerRow("head", "Dense", "float32", (4,), 0.0, 1.0, 0.5, 0, nan, plus, minus, 4, 0.1)
+        assert row.finite is (nan + plus + minus == 0) and row.inputs_finite is True
 
 
 def test_a_bad_loss_scale_is_seen_by_all_processes(monkeypatch):

@@ -78,6 +78,8 @@ def test_the_full_document_has_every_field():
     assert set(FULL) == set(Policy.model_fields)
     for name in set(FULL) - {"version", "preset", "refuse", "limits", "rules"}:
         assert Policy.load(FULL).to_dict()[name] != default[name], name
+    assert [Policy.load(FULL).to_dict()[name] for name in ("limits", "rules")] == [FULL["limits"], FULL["rules"]]
+    assert repr(Policy.load(FULL)) == "Policy(preset='recover', 1 rules)"
 
 
 @pytest.mark.parametrize("suffix", TEXTS)
@@ -115,6 +117,7 @@ def test_sections_are_merged_field_by_field():
     assert (policy.snapshot.storage, policy.rollback.skip_batches) == ("disk", 200)
     assert Policy.load(policy, escalation=["stop"]).escalation == Policy.load("stop").escalation
     assert Policy.load(policy, snapshot={"keep": 3}).snapshot.every == 7
+    assert Policy.load(Policy.load(FULL), limits=[], escalation=["skip"]).limits == ()
 
 
 def test_a_whole_policy_is_not_started_from_another_preset():
@@ -141,6 +144,7 @@ def test_a_policy_is_made_of_records_too():
     actions = keras_nanguard.actions
     policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(skip_batches=2)])
     assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
+    assert Policy.model_validate(policy) is policy
     assert Policy(preset="stop") == Policy.load("stop")
 
 
@@ -151,7 +155,46 @@ def test_a_snapshot_is_verified_no_later_than_the_next_one():
     assert Policy.load(snapshot={"every": 0}).snapshot.good_steps == 10
 
 
+@pytest.mark.parametrize(
+    ("streak", "scale", "last", "expected"),
+    [
+        (2, 64.0, 64.0, True),
+        (3, 64.0, 64.0, False),  # more than are left to dynamic scaling
+        (3, 65536.0, 65536.0, False),
+        (3, 131072.0, 131072.0, True),  # a gradient of 1 overflows at this scale
+        (1, 32.0, 32.0, True),
+        (1, 31.0, 31.0, False),  # half of it is below the floor
+        (1, 2.0**21, 1.0, True),
+        (1, 2.0**22, 1.0, False),  # half of it is above the ceiling, and no good step explains it
+        (1, 2.0**22, 2.0**20, True),
+        (1, 2.0**23, 2.0**20, False),
+    ],
+)
+def test_overflows_that_dynamic_scaling_handles(streak, scale, last, expected):
+    scaling = Policy.load(loss_scale={"floor": 16.0, "ceiling": 2.0**20, "streak": 2}).loss_scale
+    assert scaling.is_expected_overflow(streak, scale, last) is expected
+
+
+def test_the_only_loss_scale_may_be_the_floor_and_the_ceiling():
+    scaling = Policy.load(loss_scale={"floor": 8.0, "ceiling": 8.0}).loss_scale
+    assert scaling.is_too_high(9.0, 0.0) and not scaling.is_too_high(8.0, 0.0) and not scaling.is_too_high(16.0, 8.0)
+
+
 # What is wrong
+
+
+def test_a_problem_is_in_the_policy_or_in_the_arguments(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("refuse = 3", "utf-8")
+    for source, sections, where in (
+        ({"refuse": 3}, {}, "The policy"),
+        (path, {}, repr(str(path))),
+        (path, {"action_budget": 2}, "The sections given as arguments"),
+        (Policy(), {"refuse": 3}, "The sections given as arguments"),
+    ):
+        with pytest.raises(PolicyError) as caught:
+            Policy.load(source, **sections)
+        assert str(caught.value) == f"{where}: refuse: expected true or false, received 3"
 
 
 def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
