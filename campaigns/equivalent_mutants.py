@@ -51,6 +51,7 @@ EXPLAINED: tuple[Explained, ...] = (
         (),
         ABSORBED,
     ),
+    Explained("_core/finiteness.py", "", "_SMALL = 4096", (), SPEED),
     Explained("_core/finiteness.py", "is_finite", "if array.size < _SMALL:", (), SPEED),
     Explained(
         "_core/finiteness.py",
@@ -80,6 +81,7 @@ EXPLAINED: tuple[Explained, ...] = (
         ("return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN - part * 0",),
         ABSORBED_HERE,
     ),
+    Explained("_policy/policy.py", "Sections", "class Sections(TypedDict, total=False):", (), "Only type checkers read it."),
     Explained(
         "_diagnose/evidence.py",
         "Evidence.kind",

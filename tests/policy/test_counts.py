@@ -8,7 +8,6 @@ from keras_nanguard import Diagnosis, Finding, Incident, Outcome, PolicyError
 from keras_nanguard._core.literals import KINDS, SITES
 from keras_nanguard._policy.decide import PolicyState, RuleState
 
-
 RESULTS = ("validation", "predictions")
 GAPS = (0, 0, 0, 1, 1, 1, 1, 2, -1, -7, 199, 200, 201, 4998, 4999, 5000, 5001)
 """Steps from one incident to the next: also some that are reported late, and the ends of windows."""

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from keras_nanguard import Diagnosis, Finding, Incident, Outcome, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import BAD_DATA, RATE_CURES, PolicyState, decide
-from keras_nanguard._policy.policy import PRESETS, warnings_about
+from keras_nanguard._policy.policy import warnings_about
 from keras_nanguard._policy.settings import matches_path
 from keras_nanguard.actions import ACTIONS
 
@@ -48,128 +48,79 @@ HEALS = Policy.load(escalation=["skip", ["rollback", "lower_lr"]])
 DECIDED = {
     "a rule in place of the escalation": (
         rules({"cause": "loss_domain", "do": {"clip": {"global_clipnorm": 2.0}}}),
-        [bad(5, cause="loss_domain"), bad(9, cause="unknown")],
-        [["clip"], ["skip"]],
-        "escalation: The first bad step.",
+        [bad(5, cause="loss_domain"), bad(9, cause="unknown")], [["clip"], ["skip"]], "escalation: The first bad step.",
     ),
     "the first rule that is due": (
-        rules({"site": "loss", "do": "clip"}, {"do": "stop"}),
-        [bad(5), bad(6, "outputs")],
-        [["clip"], ["stop"]],
+        rules({"site": "loss", "do": "clip"}, {"do": "stop"}), [bad(5), bad(6, "outputs")], [["clip"], ["stop"]],
         "rule 1: 2 matching incidents in a row.",
     ),
     "reports, the rollback, other changes, and no skip besides": (
-        rules({"do": ["skip", "clip", "rollback", "warn"]}),
-        [bad(5)],
-        [["warn", "rollback", "clip"]],
+        rules({"do": ["skip", "clip", "rollback", "warn"]}), [bad(5)], [["warn", "rollback", "clip"]],
         "rule 0: The first matching incident.",
     ),
     "reports besides the escalation": (
         rules({"do": ["warn", {"call": {"function": "page"}}]}, {"site": "inputs", "do": "warn"}),
-        ROW[:3],
-        [["warn", "call", "skip"]] * 2 + [["warn", "call", "rollback", "lower_lr"]],
-        "rule 0 + escalation: 3 bad steps in a row.",
+        ROW[:3], [["warn", "call", "skip"]] * 2 + [["warn", "call", "rollback", "lower_lr"]], "rule 0 + escalation: 3 bad steps in a row.",
     ),
     "no rule keeps training from ending": (
-        rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7),
-        ROW[:7],
-        [*[["skip"]] * 6, ["stop"]],
+        rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7), ROW[:7], [*[["skip"]] * 6, ["stop"]],
         "max_consecutive_refused: 7 bad steps in a row.",
     ),
     "a bound ends as the escalation does": (
-        Policy.load(escalation=["skip"] * 20 + ["raise_error"]),
-        [bad(n, "inputs") for n in range(12)],
-        [*[["skip"]] * 11, ["raise_error"]],
+        Policy.load(escalation=["skip"] * 20 + ["raise_error"]), [bad(n, "inputs") for n in range(12)], [*[["skip"]] * 11, ["raise_error"]],
         "max_consecutive_refused: 12 bad steps in a row.",
     ),
     "a bound ends at a bad step, and not once more at another incident": (
-        Policy.load(max_consecutive_refused=1),
-        [ROW[0], SPIKES[0]],
-        [["stop"], []],
+        Policy.load(max_consecutive_refused=1), [ROW[0], SPIKES[0]], [["stop"], []],
         ": Nothing is changed.",
     ),
-    "no bound ends what refuses nothing": (
-        Policy.load("observe", max_consecutive_refused=1),
-        [bad(5, refused=False)],
-        [[]],
-        ": Nothing is changed.",
-    ),
+    "no bound ends what refuses nothing": (Policy.load("observe", max_consecutive_refused=1), [bad(5, refused=False)], [[]], ": Nothing is changed."),
     "half of the steps were refused, without a streak": (
-        Policy(),
-        [bad(step, "inputs") for step in range(0, 200, 2)],
-        [["skip"]] * 99 + [["stop"]],
+        Policy(), [bad(step, "inputs") for step in range(0, 200, 2)], [["skip"]] * 99 + [["stop"]],
         "max_refused_share: 100 of the last 200 steps were refused.",
     ),
     "the budget counts each action of rules": (
-        rules({"kind": "spike", "do": "clip"}, action_budget=2),
-        SPIKES[:3],
-        [["clip"], ["clip"], ["stop"]],
+        rules({"kind": "spike", "do": "clip"}, action_budget=2), SPIKES[:3], [["clip"], ["clip"], ["stop"]],
         "action_budget: Clip was done 2 times within 5000 steps.",
     ),
     "the last of fewer stages repeats within the budget": (
-        Policy.load(escalation=["skip", "rollback"], action_budget=3),
-        ROW[:5],
-        [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]],
+        Policy.load(escalation=["skip", "rollback"], action_budget=3), ROW[:5], [["skip"], ["rollback"], ["rollback"], ["rollback"], ["stop"]],
         "action_budget: Rollback was done 3 times within 5000 steps.",
     ),
     "a bad batch is no stage, and a second reason in its step is the first": (
-        Policy.load(escalation=["warn", "stop"], rules=[]),
-        [bad(50, "inputs"), bad(50)],
-        [["warn", "skip"]] * 2,
+        Policy.load(escalation=["warn", "stop"], rules=[]), [bad(50, "inputs"), bad(50)], [["warn", "skip"]] * 2,
         "escalation: The first bad step.",
     ),
     "bad data": (Policy(), [bad(50, "inputs")], [["skip"]], "bad_data: The first bad step."),
     "a finite divergence": (Policy(), [DIVERGED], [["rollback", "lower_lr"]], "divergence: Training has diverged."),
-    "a finite divergence that nothing is done about": (
-        Policy.load(divergence={"action": "off"}),
-        [DIVERGED],
-        [[]],
-        ": Training has diverged.",
-    ),
+    "a finite divergence that nothing is done about": (Policy.load(divergence={"action": "off"}), [DIVERGED], [[]], ": Training has diverged."),
     "a loss scale that collapsed": (
-        Policy(),
-        [bad(9, "loss_scale", kind="collapse", refused=False)],
-        [["fix_loss_scale"]],
+        Policy(), [bad(9, "loss_scale", kind="collapse", refused=False)], [["fix_loss_scale"]],
         "loss_scale: The loss scale is outside of its range.",
     ),
     "a model that is bad before the first step": (
-        Policy(),
-        [bad(0, "state", refused=False, committed=0)],
-        [["stop"]],
+        Policy(), [bad(0, "state", refused=False, committed=0)], [["stop"]],
         "before_training: The model is bad before the first step.",
     ),
     "a model that is bad after it": (Policy(), [bad(1, "state", refused=False)], [["rollback"]], "bad_state: The state is bad."),
     "a state that is bad again": (
-        HEALS,
-        [*BROKEN, bad(99, "weights", refused=False, cause="state_nonfinite")],
-        [["rollback"], *[["rollback", "lower_lr"]] * 3],
+        HEALS, [*BROKEN, bad(99, "weights", refused=False, cause="state_nonfinite")], [["rollback"], *[["rollback", "lower_lr"]] * 3],
         "bad_state: The state is bad again.",
     ),
     "a state that no rate can cure": (
-        HEALS,
-        [BROKEN[0], bad(60, "weights", refused=False, cause="loss_domain")],
-        [["rollback"], ["rollback"]],
+        HEALS, [BROKEN[0], bad(60, "weights", refused=False, cause="loss_domain")], [["rollback"], ["rollback"]],
         "bad_state: The state is bad again.",
     ),
-    "a bad state that nothing restores": (
-        Policy.load(escalation=["skip"]),
-        BROKEN[:1],
-        [[]],
-        ": The escalation restores nothing.",
-    ),
+    "a bad state that nothing restores": (Policy.load(escalation=["skip"]), BROKEN[:1], [[]], ": The escalation restores nothing."),
     "large weights of a refused step that diverged": (
-        Policy(),
-        [bad(5, "state", kind="out_of_range", cause="divergence")],
-        [["skip"]],
+        Policy(), [bad(5, "state", kind="out_of_range", cause="divergence")], [["skip"]],
         "escalation: The first bad step.",
     ),
     "large weights of a committed step that diverged": (
-        Policy(),
-        [bad(5, "weights", kind="out_of_range", refused=False, cause="divergence")],
-        [["rollback"]],
+        Policy(), [bad(5, "weights", kind="out_of_range", refused=False, cause="divergence")], [["rollback"]],
         "bad_state: The state is bad.",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECIDED)
@@ -339,27 +290,25 @@ def test_rules_that_never_act_give_a_warning():
     assert "on bad steps" in found[0] and "no two steps in a row have spike or stuck" in found[2]
 
 
-def test_globs_and_causes_without_effect_give_a_warning():
-    """Each glob of a rule or a limit that matches nothing, with a similar part of a path; a cause without a diagnosis."""
+def test_globs_causes_and_calls_without_effect_give_a_warning():
+    """Each glob that matches nothing, with a similar part of a path; a cause without a diagnosis; an unknown function."""
+    call = {"call": {"function": "page"}}
     policy = Policy.load(
-        rules=[{"name": "a", "layer": ["hiden*", "hidden"], "do": "warn"}, {"name": "b", "cause": "spike", "do": {"call": {"function": "page"}}}],
+        rules=[{"name": "a", "layer": ["hiden*", "hidden"], "do": "warn"}, {"name": "b", "cause": "spike", "do": call}],
         limits=[{"site": "weights", "max_abs": 1.0}, {"site": "slots", "max_abs": 1.0, "layer": "xyz"}],
+        escalation=["skip", call], divergence={"action": call}, loss_scale={"action": call},
     )
-    globs = (
+    assert warnings_about(policy, "net", ["net/hidden/kernel"]) == (
         "Rule 'a' never acts: nothing in the model 'net' matches the glob 'hiden*' (did you mean 'hidden'?).",
         "limits[1] never acts: nothing in the model 'net' matches the glob 'xyz'.",
     )
-    cause = "Rule 'b' never acts: it needs a cause, and diagnose=False finds none."
-    missing = "call in rule 'b' does nothing: no function is registered as 'page' (registered: {})."
-    assert warnings_about(policy, "net", ["net/hidden/kernel"]) == globs
-    for functions, diagnose, expected in (
-        ({}, True, (missing.format("none"),)),
-        ({"f": print, "e": print}, False, (missing.format("e, f"), cause)),
-        ({"page": print}, True, ()),
-        ({"page": print}, False, (cause,)),
-    ):
-        guard = SimpleNamespace(functions=functions, diagnose=diagnose)
-        assert warnings_about(policy, guard=guard) == expected
+    for functions, registered in (((), "none"), (("f", "e"), "e, f"), (("page",), "")):
+        said = f"does nothing: no function is registered as 'page' (registered: {registered})."
+        expected = [f"call in {place} {said}" for place in ("escalation", "rule 'b'", "divergence.action", "loss_scale.action")]
+        expected = expected if registered else []
+        assert warnings_about(policy, guard=SimpleNamespace(functions=functions, diagnose=True)) == (*expected,)
+        expected.append("Rule 'b' never acts: it needs a cause, and diagnose=False finds none.")
+        assert warnings_about(policy, guard=SimpleNamespace(functions=functions, diagnose=False)) == (*expected,)
 
 
 # The presets
@@ -382,13 +331,6 @@ def names(policy, incidents):
 
 def parameters(decision, name):
     return next(action for action in decision.actions if action["action"] == name)
-
-
-def test_scattered_bad_steps_are_skipped_for_ever():
-    """One bad step in fifty is only ever skipped, because a good step resets the escalation."""
-    found = decisions("recover", [bad(step) for step in range(0, 100_000, 50)])
-    assert len(found) == 2000 and {(one.rule, one.terminal) for one in found} == {("escalation", False)}
-    assert all([action["action"] for action in one.actions] == ["skip"] for one in found)
 
 
 @pytest.mark.parametrize("cause", [*CAUSES, None])
@@ -424,6 +366,8 @@ def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
     assert [parameters(one, "rollback")["depth"] for one in acting] == [1, 2, 3]
     assert [parameters(one, "lower_lr")["recover_after"] for one in acting] == [500, 0, 0]
     assert not any(parameters(one, "rollback")["replay_steps"] for one in acting)
+    *_, third = decisions({"rollback": {"further_back": False}}, row[:6])
+    assert parameters(third, "rollback")["depth"] == 1
 
 
 def test_a_divergence_restores_a_state_before_its_onset_and_replays():
@@ -433,16 +377,6 @@ def test_a_divergence_restores_a_state_before_its_onset_and_replays():
     back = parameters(third, "rollback")
     assert back["before_onset"] and back["replay_steps"]
     assert parameters(third, "lower_lr")["recover_after"] == 0
-
-
-def test_each_change_has_a_budget():
-    """Six streaks within 5000 steps give rollbacks, the seventh ends; rare ones never do."""
-    often = [bad(start + n) for start in range(0, 9000, 300) for n in range(3)]
-    done = names("recover", often)
-    assert sum("rollback" in one for one in done) == 6
-    assert done[-1] == ["stop"] and len(done) == 21
-    seldom = [bad(start + n) for start in range(0, 100_000, 1000) for n in range(3)]
-    assert sum("rollback" in one for one in names("recover", seldom)) == 100
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -458,12 +392,10 @@ def test_a_bad_state_is_rolled_back_at_once(refused):
 
 
 def test_a_finite_divergence_is_acted_on_at_once():
-    """A proven divergence leads to a rollback before its onset, a lower rate, and a replay."""
-    diverged = [bad(90, "loss", kind="divergence", refused=False)]
-    (decision,) = decisions("recover", diverged)
+    """A proven divergence leads to a rollback before its onset, and a lower rate for good."""
+    (decision,) = decisions("recover", [DIVERGED])
     assert parameters(decision, "rollback")["before_onset"]
     assert parameters(decision, "lower_lr")["recover_after"] == 0
-    assert names({"divergence": {"action": "off"}}, diverged) == [[]]
 
 
 QUIET = [("loss", "spike"), ("loss", "stuck")]
@@ -475,12 +407,6 @@ def test_results_and_finite_anomalies_are_at_most_reported(site, kind):
     """They have no action, however often they come."""
     found = [bad(n, site, kind=kind, refused=False) for n in range(500)]
     assert names("recover", found) == [[]] * 500
-
-
-def test_a_loss_scale_out_of_range_is_moved_back():
-    """A collapsed loss scale restarts from 1024."""
-    (decision,) = decisions("recover", [bad(9, "loss_scale", kind="collapse", refused=False)])
-    assert parameters(decision, "fix_loss_scale")["reset_to"] == 1024.0
 
 
 @pytest.mark.parametrize("preset", ["stop", "raise"])
@@ -523,10 +449,3 @@ def test_long_run_rolls_back_past_the_data():
     found = decisions("long-run", [bad(n) for n in (9, 10, 11)])
     assert Policy.load("long-run").snapshot.storage == "disk"
     assert parameters(found[2], "rollback")["skip_batches"] == 200
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_ends_an_endless_run(preset):
-    """The engine bounds every policy that refuses steps."""
-    done = decisions(preset, [bad(n) for n in range(50)])
-    assert (not Policy.load(preset).refuse) or (done[-1].terminal and len(done) <= BOUND)
