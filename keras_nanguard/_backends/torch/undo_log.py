@@ -118,7 +118,7 @@ class UndoLog:
         key = _place(tensor)
         known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
         if not (known or tensor.is_inference()):
-            self._restores[key] = partial(tensor.copy_, tensor.detach().clone())
+            self._restores[key] = _restorer(tensor)
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
@@ -264,6 +264,21 @@ def storage(tensor: Any) -> int:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
         return id(tensor)
+
+
+def _restorer(tensor: Any) -> Callable[[], None]:
+    """Return a function that restores the value of a tensor, and its memory and shape, which `set_`
+    and `resize_` change; copies and pickles of tensors are created by `set_`.
+    """
+    alias = tensor.detach() if tensor.layout == torch.strided else tensor
+    value = alias.detach().clone()
+
+    def restore() -> None:
+        alias.copy_(value)
+        if alias is not tensor and _place(alias) != _place(tensor):
+            tensor.set_(alias)
+
+    return restore
 
 
 def _place(tensor: Any) -> Any:

@@ -55,6 +55,17 @@ def test_a_tensor_whose_memory_is_shared_within_it_is_given_back(shape):
         np.testing.assert_array_equal(values(expanded), before)
 
 
+def test_a_tensor_that_is_resized_is_given_back():
+    tensor, empty = torch.tensor(VALUES), torch.empty(0)
+    log = UndoLog(())
+    for each in (tensor, empty):
+        log.keep_outside(each)
+        each.resize_(3, 3).fill_(7.0)
+    log.give_back()
+    np.testing.assert_array_equal(values(tensor), VALUES)
+    assert empty.shape == (0,)
+
+
 def test_a_tensor_without_strides_is_given_back():
     sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (3,)).coalesce()
     log = UndoLog([sparse], is_replay=True)

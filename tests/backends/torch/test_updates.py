@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import weakref
@@ -144,6 +145,31 @@ def test_updates_within_a_backward_pass(bad):
 def test_a_first_update_is_undone_if_the_second_one_is_bad(first):
     """Also if there is a second update only from a later step on."""
     compared(pair(first))
+
+
+def copying():
+    """Continues after its update with copies, and with tensors that exchange their memory."""
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    one, other = torch.zeros(()), torch.ones(())
+
+    def step(batch):
+        net.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+        copy.deepcopy(net.state_dict())
+        before = one.clone().set_(one)
+        one.set_(other)
+        other.set_(before)
+        one.add_(1.0)
+
+    return net, [optimizer], step, [one, other]
+
+
+@pytest.mark.parametrize("bad", [(), (0, 1), BAD])
+def test_tensors_whose_memory_a_step_sets(bad):
+    """`copy.deepcopy` and `pickle` do so with their results."""
+    compared(copying, bad)
 
 
 def unwatched(replaced_at, kind):
