@@ -97,7 +97,7 @@ EXPLAINED: tuple[Explained, ...] = (
         "The body and the state are given by place, all else by name.",
     ),
     Explained(
-        "_backends/jax/execution.py",
+        "_backends/jax/trace.py",
         "StepTrace._learned",
         "if scale is None or counter is None:",
         ("if scale is None and counter is None:",),

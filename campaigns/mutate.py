@@ -91,12 +91,12 @@ GROUPS = {
         ("tests/core", "tests/policy", "tests/report/test_policy_warnings.py", *CAUSES, "tests/backends/test_rules.py"),
     ),
     "tensorflow": Group(
-        tuple(f"_backends/tensorflow/{name}.py" for name in ("execution", "step")),
+        tuple(f"_backends/tensorflow/{name}.py" for name in ("trace", "step")),
         (*FITS, *OWN_STEPS, *ON_TENSORFLOW),
         budget=120.0,
     ),
     "jax": Group(
-        ("_backends/jax/execution.py",),
+        ("_backends/jax/trace.py",),
         (*SHARP, *(f"tests/backends/jax/test_{name}.py" for name in ON_JAX)),
         "jax",
         budget=120.0,

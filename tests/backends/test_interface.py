@@ -146,7 +146,7 @@ def test_no_backend_uses_undeclared_attributes():
                 continue
             owner = ast.unparse(node.value)
             names = owner.split(".")
-            part, of_step = names[-1], path.name in ("attach.py", "step.py", "execution.py")
+            part, of_step = names[-1], path.name in ("attach.py", "step.py", "trace.py", "execution.py")
             of_host = "session" in names[:2] or ("run" in names and of_step)
             if part in declares and (of_host or part in ("agreement", "recovery")):
                 read.add((part, node.attr))

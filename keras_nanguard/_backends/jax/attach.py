@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends.interface import Run, Session
-from keras_nanguard._backends.jax.step import StepResult, Transaction
+from keras_nanguard._backends.jax.step import StartedStep, Transaction
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
@@ -45,7 +45,7 @@ class ModelAttachment(attach.Attachment):
 
     can_run_again = True
 
-    pending: StepResult | None = None
+    pending: StartedStep | None = None
 
     _gathered = True
     """Whether Keras has gathered the state again for the running step."""
@@ -126,15 +126,15 @@ class ModelAttachment(attach.Attachment):
         result = self._finished(self._start(data))
         return result.computed.outputs, result.verdict
 
-    def _start(self, data: Any, after: StepResult | None = None) -> StepResult:
+    def _start(self, data: Any, after: StartedStep | None = None) -> StartedStep:
         """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.transaction, self.trainer_state
-        result: StepResult = transaction.start(trainer_state.take(), data, after=after)
+        result: StartedStep = transaction.start(trainer_state.take(), data, after=after)
         trainer_state.hold(result.computed.state)
         transaction.published()
         return result
 
-    def _finished(self, result: StepResult) -> StepResult:
+    def _finished(self, result: StartedStep) -> StartedStep:
         """Wait for the verdict of a step, which may have to run again."""
         if self.transaction.finish(result):
             return result

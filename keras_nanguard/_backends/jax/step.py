@@ -13,7 +13,7 @@ for the verdict before it starts the next step. A flag on the device halts that 
 its batch, if the previous one was bad. Then the host handles the bad step, and runs the halted one
 again.
 
-The two parts of the body are made of one trace of it (`execution.StepTrace`). An eager step, and
+The two parts of the body are made of one trace of it (`trace.StepTrace`). An eager step, and
 one whose verdict depends on an update, runs in one part; old or new is selected at the end.
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.execution import Computed, Facts, StepTrace, split
+from keras_nanguard._backends.jax.trace import Computed, Facts, StepTrace, split
 from keras_nanguard._backends.shared.batches import held, losses_in_logs, scalars
 from keras_nanguard._core.verdict import Report, Verdict
 
@@ -38,7 +38,7 @@ UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
 
 
 @dataclass(slots=True)
-class StepResult:
+class StartedStep:
     """A guarded step that was started.
 
     Attributes:
@@ -97,7 +97,7 @@ class Transaction(interface.Transaction):
         self.facts, self.has_hidden_state = UNKNOWN, jit
         self.given: Any = None
         self.mesh: Any = None
-        self._bad: StepResult | None = None
+        self._bad: StartedStep | None = None
         self._compile()
 
     def _compile(self) -> None:
@@ -128,12 +128,12 @@ class Transaction(interface.Transaction):
 
     # Running a step
 
-    def __call__(self, state: Any, *args: Any) -> StepResult:
+    def __call__(self, state: Any, *args: Any) -> StartedStep:
         """Run the step, and wait for its verdict; the arguments are those of `start`."""
         result = self.start(state, *args)
         return result if self.finish(result) else self(result.computed.state, *args)
 
-    def start(self, state: Any, *args: Any, after: StepResult | None = None) -> StepResult:
+    def start(self, state: Any, *args: Any, after: StartedStep | None = None) -> StartedStep:
         """Start the step.
 
         Args:
@@ -144,9 +144,9 @@ class Transaction(interface.Transaction):
         if self.facts is UNKNOWN:  # the first step
             self.mesh = reductions.mesh_of(state)
         halt = self._go if after is None else after.computed.halt
-        return StepResult(self._run(state, halt, *args), held(args))
+        return StartedStep(self._run(state, halt, *args), held(args))
 
-    def finish(self, result: StepResult) -> bool:
+    def finish(self, result: StartedStep) -> bool:
         """Wait for the verdict of a started step.
 
         Returns:

@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
-from keras_nanguard._backends.tensorflow.execution import Retrace
 from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.step import MirroredTransaction, Transaction
+from keras_nanguard._backends.tensorflow.trace import Retrace
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
@@ -138,7 +138,7 @@ class ModelAttachment(_Traced, attach.Attachment):
         if not (mode.eager or mode.spread_out):
             self._build_optimizer()
         function = self._made_by_keras(jit_compile=False)
-        return Direct(transaction, mode.eager) if mode.host_takes else function
+        return OneStepFunction(transaction, mode.eager) if mode.host_takes else function
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace, with the trainable weights with which Keras has traced it."""
@@ -209,7 +209,7 @@ class ModelAttachment(_Traced, attach.Attachment):
         return {name: known.get(name, value) for name, value in logs.items()}
 
 
-class Direct:
+class OneStepFunction:
     """The train function of a model, one step in each execution, on a batch that the host takes
     from the iterator.
 

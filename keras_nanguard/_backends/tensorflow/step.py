@@ -30,15 +30,15 @@ import tensorflow as tf
 
 from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
-from keras_nanguard._backends.tensorflow.execution import (
-    Body,
-    Measured,
-    ReplicaStep,
-    Step,
-    TracedStep,
-)
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
 from keras_nanguard._backends.tensorflow.reports import Reports, Rows, StepResult
+from keras_nanguard._backends.tensorflow.trace import (
+    Body,
+    Measured,
+    ReplicaTrace,
+    StepTrace,
+    TracedStep,
+)
 from keras_nanguard._core.verdict import Report, Verdict
 
 
@@ -102,15 +102,15 @@ class Transaction(TracedStep):
         return result.outputs, result.row
 
     def _traced(self, halted: Any, number: Any, *args: Any) -> StepResult:
-        step = Step(self, [ReplicaStep(self)])
-        with step:
-            body = step.run(args)
-        (body,) = self._inspected(step, [body])
-        return step.decide(body.outputs, [step.here().measure(body)], halted, number)
+        trace = StepTrace(self, [ReplicaTrace(self)])
+        with trace:
+            body = trace.run(args)
+        (body,) = self._inspected(trace, [body])
+        return trace.decide(body.outputs, [trace.here().measure(body)], halted, number)
 
-    def _inspected(self, step: Step, bodies: Sequence[Body]) -> list[Body]:
-        self.has_hidden_state = step.graph is not None and has_hidden_state(step.graph)
-        return step.inspect(bodies)
+    def _inspected(self, trace: StepTrace, bodies: Sequence[Body]) -> list[Body]:
+        self.has_hidden_state = trace.graph is not None and has_hidden_state(trace.graph)
+        return trace.inspect(bodies)
 
     # For the host, between two runs
 
@@ -165,22 +165,22 @@ class MirroredTransaction(Transaction):
     def execute(self, *args: Any) -> Any:
         merge = tf.distribute.get_replica_context().merge_call
         begun = merge(lambda strategy: self.rows.begin())
-        step = merge(lambda strategy: _MirroredStep(self, strategy).__enter__())
+        trace = merge(lambda strategy: _MirroredTrace(self, strategy).__enter__())
 
         def inspected(strategy: Any, body: Any) -> list[Body]:
-            return self._inspected(step, strategy.experimental_local_results(body))
+            return self._inspected(trace, strategy.experimental_local_results(body))
 
-        bodies = merge(inspected, args=(step.run(args),))
-        own = bodies[step.number()]
+        bodies = merge(inspected, args=(trace.run(args),))
+        own = bodies[trace.number()]
 
         def end(strategy: Any, measured: Any) -> Any:
-            result = step.decide(None, strategy.experimental_local_results(measured), *begun)
+            result = trace.decide(None, strategy.experimental_local_results(measured), *begun)
             whole = tf.nest.map_structure(_whole, *(body.args for body in bodies))
             self.rows.end(result.row, self.refuse)
             self.reports.add(result, whole)
             return result.row
 
-        return own.outputs, merge(end, args=(step.here().measure(own),))
+        return own.outputs, merge(end, args=(trace.here().measure(own),))
 
     def trace(self, spec: Any) -> None:
         run = self.model.distribute_strategy.run
@@ -188,7 +188,7 @@ class MirroredTransaction(Transaction):
         traced.get_concrete_function(spec)
 
 
-class _MirroredReplica(ReplicaStep):
+class _MirroredReplica(ReplicaTrace):
     """One of several replicas in a step; `number` counts them from 0."""
 
     def __init__(self, transaction: TracedStep, strategy: Any, number: int):
@@ -212,7 +212,7 @@ class _MirroredReplica(ReplicaStep):
         return replace(measured, sums=[loss, gradients * count, *others])
 
 
-class _MirroredStep(Step):
+class _MirroredTrace(StepTrace):
     """One trace (or one eager run) of a step of all replicas; entered, inspected and decided
     outside of them. The context ends when it is inspected, or when a replica fails.
     """
@@ -238,7 +238,7 @@ class _MirroredStep(Step):
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return int(tf.get_static_value(number))
 
-    def here(self) -> ReplicaStep:
+    def here(self) -> ReplicaTrace:
         return self.replicas[self.number()]
 
     def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard
-from keras_nanguard._backends.jax.step import StepResult, Transaction
+from keras_nanguard._backends.jax.step import StartedStep, Transaction
 from keras_nanguard._diagnose import explain_step
 from keras_nanguard.testing import inject
 
@@ -610,7 +610,7 @@ def test_an_interrupted_wait_loses_nothing(error, ahead, wide, monkeypatch):
 
 def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
     """The new state is in the list to which the program wrote it."""
-    model, calls, real = zoo.plain(), [], StepResult.__init__
+    model, calls, real = zoo.plain(), [], StartedStep.__init__
 
     def made(self, *args, **more):
         calls.append(1)
@@ -618,7 +618,7 @@ def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
             raise KeyboardInterrupt
         real(self, *args, **more)
 
-    monkeypatch.setattr(StepResult, "__init__", made)
+    monkeypatch.setattr(StartedStep, "__init__", made)
     with pytest.raises(KeyboardInterrupt):
         zoo.run(lambda: model, zoo.regression(), guard=NanGuard(verbose=0))
     assert zoo.bad_entries(model) == [] and int(np.asarray(model.optimizer.iterations)) == 6

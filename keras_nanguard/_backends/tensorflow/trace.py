@@ -98,7 +98,7 @@ class Measured:
     updates: Updates
 
 
-class ReplicaStep:
+class ReplicaTrace:
     """One replica in a trace or an eager run of a step; keeps old values while the body runs."""
 
     def __init__(self, transaction: TracedStep):
@@ -270,7 +270,7 @@ def look(measured: Measured) -> tuple[Any, Any, Any]:
     return finite, counts, tf.stack(blame)
 
 
-class Step(intercept.Intercept):
+class StepTrace(intercept.Intercept):
     """One trace (or one eager run) of a step on all of its replicas; usually there is one.
 
     In this order: `run` inside the context, `inspect`, `measure` of each replica, `decide`.
@@ -280,13 +280,13 @@ class Step(intercept.Intercept):
         replicas: its replicas.
     """
 
-    def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaStep]):
+    def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
         self.transaction, self.replicas = transaction, replicas
         optimizers = replicas[0].train_state.optimizers
         super().__init__(transaction.model, optimizers, transaction.immediate)
         self.start = intercept.mark(self.graph)
 
-    def here(self) -> ReplicaStep:
+    def here(self) -> ReplicaTrace:
         """Return the calling replica."""
         return self.replicas[0]
 
