@@ -199,12 +199,12 @@ def run_here(name: str, folder: Path) -> set[str]:
 
 def joined(earlier: str, text: str, folder: Path) -> str:
     """Return a table of rows that begin with a module, with the earlier rows of modules without
-    results here.
+    results here. Rows of modules that are no longer mutated go.
     """
     ran = {module for name in GROUPS for module in run_here(name, folder)}
-    kept = [line for line in earlier.strip().splitlines()[2:] if _module(line) not in ran]
-    head, rows = text.splitlines()[:2], [line for line in text.splitlines()[2:] if _module(line) in ran]
     order = [module for group in GROUPS.values() for module in group.modules]
+    kept = [line for line in earlier.strip().splitlines()[2:] if _module(line) in {*order} - ran]
+    head, rows = text.splitlines()[:2], [line for line in text.splitlines()[2:] if _module(line) in ran]
     return "\n".join([*head, *sorted([*kept, *rows], key=lambda line: order.index(_module(line)))])
 
 

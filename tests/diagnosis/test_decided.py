@@ -13,6 +13,7 @@ from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import EXPONENTIALS, POLES, OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.explain_step import conclude
 
 NAN, INF = math.nan, math.inf
 
@@ -584,9 +585,12 @@ CASES = {f"{table}: {name}": case for table, cases in TABLES.items() for name, c
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_evidence_decides_all_of_the_conclusion(name):
-    """Cause, culprit, rows, confidence and reason."""
+    """Cause, culprit, rows, confidence and reason; the diagnosis tells what was seen and what to do."""
     evidence, expected = CASES[name]
     assert decide(evidence) == expected
+    diagnosis = conclude(evidence)
+    assert diagnosis.cause == expected.cause and diagnosis.advice and (diagnosis.evidence or not evidence.first)
+    assert all(text.endswith((".", ":")) for text in (*diagnosis.evidence, *diagnosis.advice))
 
 
 KINDS = [

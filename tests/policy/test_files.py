@@ -12,6 +12,7 @@ import pytest
 import tomli_w
 import yaml
 from hypothesis import given, strategies as st
+from pydantic import ValidationError
 from support.public_api import listed
 
 import keras_nanguard
@@ -144,7 +145,8 @@ def test_a_policy_is_made_of_records_too():
     actions = keras_nanguard.actions
     policy = Policy(lower_lr=LowerLr(factor=0.5), escalation=["skip", actions.Rollback(skip_batches=2)])
     assert policy == Policy.load(policy.to_dict()) and policy.lower_lr.factor == 0.5
-    assert Policy.model_validate(policy) is policy
+    with pytest.raises(ValidationError, match="input_value=3"):
+        Policy.model_validate(3)
     assert Policy(preset="stop") == Policy.load("stop")
 
 
@@ -183,12 +185,13 @@ def test_the_only_loss_scale_may_be_the_floor_and_the_ceiling():
 # What is wrong
 
 
-def test_a_problem_is_in_the_policy_or_in_the_arguments(tmp_path):
-    path = tmp_path / "mine.toml"
+def test_a_problem_is_in_the_policy_or_in_the_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("mine.toml")
     path.write_text("refuse = 3", "utf-8")
     for source, sections, where in (
         ({"refuse": 3}, {}, "The policy"),
-        (path, {}, repr(str(path))),
+        (path, {}, "'mine.toml'"),
         (path, {"action_budget": 2}, "The sections given as arguments"),
         (Policy(), {"refuse": 3}, "The sections given as arguments"),
     ):
