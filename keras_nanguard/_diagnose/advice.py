@@ -1,6 +1,6 @@
 """The advice of a diagnosis, from its evidence and its conclusion. Pure functions.
 
-The sentences are in `_core/causes.toml`; `_words` has what they name.
+The sentences are in `_core/causes.toml`, with the names of what they need.
 """
 
 from __future__ import annotations
@@ -28,67 +28,80 @@ MAX_HALF_NORM = 256.0
 
 def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
     """Return the advice for a conclusion, in sentences specific to the program."""
-    known = _words(e, conclusion)
-    found = []
+    names, conditions = _names(e, conclusion), _conditions(e, conclusion)
+    sentences = []
     for entry in CAUSE_WORDS[conclusion.cause]["do"]:
         entry = {"say": entry} if isinstance(entry, str) else entry
-        for item in known[entry["each"]] if "each" in entry else ({},):
-            words = {**known, **item}
-            if all(_holds(word, words) for word in entry.get("when", "").split()):
-                text = entry["say"].format_map(words)
-                found.append(text[0].upper() + text[1:])
-    return tuple(dict.fromkeys(found))
+        for item in _items(e)[entry["each"]] if "each" in entry else ({},):
+            holding = {**conditions, **item}
+            if all(_holds(word, holding) for word in entry.get("when", "").split()):
+                text = entry["say"].format_map({**names, **item})
+                sentences.append(text[0].upper() + text[1:])
+    return tuple(dict.fromkeys(sentences))
 
 
-def _holds(word: str, words: Mapping[str, Any]) -> bool:
-    return bool(words.get(word.lstrip("!"))) != word.startswith("!")
+def _holds(word: str, conditions: Mapping[str, Any]) -> bool:
+    return bool(conditions.get(word.lstrip("!"))) != word.startswith("!")
 
 
-def _words(e: Evidence, v: Conclusion) -> Mapping[str, Any]:
-    """Return the names in the advice, and the conditions on which it depends.
-
-    The observation that decided (`Conclusion.because`) is a condition, too.
-    """
-    origin, optimizers = e.replay.origin, [_about(o) for o in e.run.optimizers]
-    untrained = not e.run.growth.steps and origin.phase == "forward"
-    half = any(o.dtype == "float16" for o in e.run.optimizers)
-    hint = _hint(e)
-    names = [repr(argument_path(part.name)) for part in (*e.batch.inputs_bad, *e.batch.targets_bad)]
-    culprit = _culprit(e, v)
-    one = len(v.samples) == 1
+def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
+    """Return what the braces in the sentences stand for."""
+    arrays = (*e.batch.inputs_bad, *e.batch.targets_bad)
+    data = dict.fromkeys(repr(argument_path(part.name)) for part in arrays)
+    culprit, hint, one = _culprit(e, v), _hint(e), len(v.samples) == 1
+    rate = e.run.optimizers[0].learning_rate if e.run.optimizers else None
     return {
-        v.because: True,
         "culprit": culprit,
-        "layer_class": origin.layer_class,
-        "data": " and ".join(dict.fromkeys(names)) if len(set(names)) > 1 else culprit,
+        "layer_class": e.replay.origin.layer_class,
+        "data": " and ".join(data) if len(data) > 1 else culprit,
         "rows": at_rows(v.samples),
         "in_batch": f"{at_rows(v.samples)} of the batch" if v.samples else "the batch",
         "them": "it" if one else "them",
         "their": "its" if one else "their",
         "hint": f": {hint}" if hint else ".",
-        "tenth": f"{optimizers[0]['learning_rate'] * 0.1:.1g}" if optimizers else "a tenth of it",
-        "steepest": "256 in float16" if half else "1.8e19",
-        # Each of them is one of a list.
-        "optimizers": optimizers,
+        "tenth": "a tenth of it" if rate is None else f"{rate * 0.1:.1g}",
+        "steepest": "256 in float16" if _computes_in_half(e) else "1.8e19",
+        "constraint": e.run.constraint,
+        "initial": _large_initial_weight(e),
+    }
+
+
+def _items(e: Evidence) -> dict[str, list[dict[str, Any]]]:
+    """Return what a sentence is repeated for: the names and conditions of each."""
+    return {
+        "optimizers": [_about(optimizer) for optimizer in e.run.optimizers],
         "raw_inputs": _raw_inputs(e),
         "columns": _whole_columns(e),
         "objective": [{"words": words} for words, _ in e.run.objective],
-        # Conditions.
-        "hinted": bool(hint),
-        "constraint": e.run.constraint if v.because == "constraint" else "",
-        "initial": _large_initial_weight(e),
+    }
+
+
+def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
+    """Return which conditions hold; the observation that decided (`Conclusion.because`) is one."""
+    origin, optimizers = e.replay.origin, e.run.optimizers
+    steepest = MAX_HALF_NORM if _computes_in_half(e) else MAX_NORM
+    untrained = not e.run.growth.steps and origin.phase == "forward"
+    low = origin.dtype if origin.dtype in LOW else e.run.low_precision
+    return {
+        v.because: True,
+        "hinted": bool(_hint(e)),
+        "initial": bool(_large_initial_weight(e)),
         "large": e.kind in ("exp", "overflow"),
         "cured": bool(v.samples) and e.trials.without_rows == "finite",
         "regularizer": origin.phase == "regularizer",
         "constants": any(part.constant for part in e.batch.inputs),
-        "bfloat16": (origin.dtype if origin.dtype in LOW else e.run.low_precision) == "bfloat16",
-        "scaled": any(o.scaled for o in e.run.optimizers),
-        "clips": any(o.clips for o in e.run.optimizers),
-        "steep": not e.run.gradient_norm < (MAX_HALF_NORM if half else MAX_NORM),
-        "own": any(o.own for o in e.run.optimizers),
-        "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in e.run.optimizers),
+        "bfloat16": low == "bfloat16",
+        "scaled": any(o.scaled for o in optimizers),
+        "clips": any(o.clips for o in optimizers),
+        "steep": not e.run.gradient_norm < steepest,
+        "own": any(o.own for o in optimizers),
+        "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in optimizers),
         "untrained": v.because == "recurrence" and untrained,
     }
+
+
+def _computes_in_half(e: Evidence) -> bool:
+    return any(o.dtype == "float16" for o in e.run.optimizers)
 
 
 def _culprit(e: Evidence, v: Conclusion) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from keras_nanguard._core.history import JUMP, RISE
 from keras_nanguard._core.literals import Cause
@@ -46,17 +47,53 @@ POSSIBLE = 0.6
 """Confidence if no measurement contradicts the cause."""
 
 
+Observation = Literal[
+    "",
+    "batch",
+    "constant",
+    "constraint",
+    "dead",
+    "divergence",
+    "domain",
+    "explosion",
+    "float32",
+    "growth",
+    "huge",
+    "modes",
+    "negative",
+    "outlier",
+    "rate",
+    "recurrence",
+    "replay",
+    "rescaled",
+    "scale",
+    "scale_high",
+    "spike",
+    "state",
+    "statistics",
+    "stuck",
+    "targets",
+    "update",
+    "where",
+    "written",
+]
+"""What can decide, besides the cause itself. The advice may depend on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, with its place, its confidence, and the observation that decided, on which the
-    advice depends.
-    """
+    """A cause, with its place, its confidence, and the observation that decided."""
 
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = SHOWN
-    because: str = ""
+    because: Observation = ""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training has diverged, although the scale of the data is the cause."""
+        return self.because == "rescaled"
 
 
 def decide(evidence: Evidence) -> Conclusion:
@@ -98,7 +135,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
-    because = "written" if e.run.written else "state"
+    because: Observation = "written" if e.run.written else "state"
     return Conclusion("state_nonfinite", path, confidence=SEEN, because=because)
 
 

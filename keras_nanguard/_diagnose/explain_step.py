@@ -192,7 +192,7 @@ def conclude(evidence: Evidence) -> Diagnosis:
         sentences(evidence, conclusion),
         advice(evidence, conclusion),
         conclusion.confidence,
-        conclusion.because == "rescaled",
+        conclusion.diverged,
     )
 
 

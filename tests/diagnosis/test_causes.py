@@ -1,7 +1,8 @@
 """The cause follows from evidence alone, else it is unknown; advice names what to change."""
 
-import inspect
 from dataclasses import asdict, replace
+from string import Formatter
+from typing import get_args
 
 import keras
 import numpy as np
@@ -35,13 +36,14 @@ def test_unscaled_data_that_has_made_training_diverge():
 
 
 @pytest.mark.parametrize("cause", CAUSE_WORDS)
-def test_the_conditions_of_advice_exist(cause):
-    """Each is a fact for the advice, or the observation that decides in a rule."""
-    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0))}
-    known = {**items, **advice_module._words(BAD, decide(BAD))}
-    entries = (entry for entry in CAUSE_WORDS[cause]["do"] if not isinstance(entry, str))
-    words = {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()}
-    assert not {word for word in words - set(known) if f'"{word}"' not in inspect.getsource(causes)}
+def test_the_conditions_and_names_of_advice_exist(cause):
+    """A condition is a fact, or the observation that decides in a rule."""
+    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0)), "words": "", "name": "", "column": 0}
+    conditions = {*items, *advice_module._conditions(BAD, decide(BAD)), *get_args(causes.Observation)}
+    entries = [{"say": entry} if isinstance(entry, str) else entry for entry in CAUSE_WORDS[cause]["do"]]
+    assert {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()} <= conditions
+    named = {field for entry in entries for _, field, *_ in Formatter().parse(entry["say"]) if field}
+    assert named <= {*items, *advice_module._names(BAD, decide(BAD))}
 
 
 # The advice
