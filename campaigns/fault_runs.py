@@ -158,6 +158,11 @@ class Bench:
         parts = (self.batches(last=step), self.batches(first=step + 1))
         return self.undisturbed(*parts, between=between, key=("scaled", step, float(value), int(count)))
 
+    def trained(self, ended: Arrays) -> Arrays:
+        """Return the arrays of the train state; a metric of a finite loss of 1e38 adds up to Inf."""
+        metrics = {id(v) for v in self.model.metrics_variables}
+        return [a for v, a in zip(variables(self.model), ended) if id(v) not in metrics]
+
     def has_other_scale(self, ended: Arrays) -> bool:
         """Whether the loss scale has changed in a run."""
         known = zip(variables(self.model), ended, self.start)
@@ -400,7 +405,7 @@ def _judged(bench: Bench, fault: Fault, ended: Ended, expected: str, becomes: st
         "place": "" if diagnosis is None else _placed(fault, path, diagnosis),
         "named": "" if diagnosis is None else f"{diagnosis.culprit} {diagnosis.samples}",
         "path": path,
-        "finite": finite(ended.state),
+        "finite": finite(bench.trained(ended.state)),
         "stopped": session.run.stopped,
         "accuracy": ended.accuracy,
         "undisturbed": bench.whole()[1],

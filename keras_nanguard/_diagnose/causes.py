@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_nanguard._core.history import JUMP, RISE
+from keras_nanguard._core.history import JUMP, RISE, Growth
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
 from keras_nanguard._core.variable_names import CELLS, RECURRENT
@@ -415,8 +415,9 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     """
     origin, largest = e.replay.origin, e.largest
     squares = e.first == "slots" and e.run.gradient_norm >= MAX_NORM  # of a step that has committed
-    if (_overflows(e) or squares) and not e.grown() and largest.max_abs >= HUGE_DATA:
-        outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
+    outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
+    by_rows = squares and e.few(outliers) and _was_steady(e.run.growth)
+    if (_overflows(e) or squares) and (by_rows or not e.grown()) and largest.max_abs >= HUGE_DATA:
         return Conclusion("input_scale", largest.name, e.trials.rows or outliers, EXPLAINED, "huge")
     if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), EXPLAINED, "constant")
@@ -424,6 +425,12 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     if divides and origin.layer_class == "Normalization":
         return Conclusion("input_scale", origin.culprit, e.trials.rows, EXPLAINED, "constant")
     return None
+
+
+def _was_steady(growth: Growth) -> bool:
+    """Whether neither loss nor gradients had grown before the step, which is not counted."""
+    series = ([abs(value) for value in values] for values in (growth.losses, growth.norms))
+    return all(max(values) < GROWTH * min(values) for values in series if values)
 
 
 def _recurrence(e: Evidence) -> Conclusion | None:

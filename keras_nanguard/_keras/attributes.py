@@ -60,7 +60,7 @@ def variables_of(objects: Iterable[Any]) -> list[Any]:
     """Return the Keras variables in attributes of objects, also those that no model lists."""
     held = (value for item in objects for value in vars(item).values())
     items = (item for value in held for item in keras_variables.flat(value))
-    return keras_variables.unique(v for v in items if isinstance(v, keras.Variable))
+    return keras_variables.unique(v for v in items if keras_variables.is_variable(v))
 
 
 def restorer(objects: Iterable[Any]) -> Callable[[], None]:

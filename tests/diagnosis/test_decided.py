@@ -503,7 +503,19 @@ HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
 UNSCALED = decided("input_scale", "inputs", confidence=0.8, because="huge")
 CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class="Normalization")
 
+def overflowing(count=16, **growth):
+    """Return the evidence of a row of 1e38 in a committed step whose own loss and gradients are huge."""
+    huge, before = (spread("inputs", 1e38, outliers=(3,)),), {"losses": (1.0, 1.5), "norms": (0.5, 0.8), **growth}
+    slots = {"first": "slots", "gradient_norm": 1e19, "inputs": huge, "growth": grows(loss=1e30, norm=1e19, **before)}
+    return seen("slots:nonfinite", **{**slots, "count": count})
+
+
 INPUT_SCALE = {
+    "one row of a step that has committed": (overflowing(), replace(UNSCALED, samples=(3,))),
+    "one row, after losses that have grown": (overflowing(losses=(-1.0, 1e3)), replace(GREW, culprit="d/kernel")),
+    "one row, after gradients that have grown": (overflowing(norms=(1.0, 1e3)), replace(GREW, culprit="d/kernel")),
+    "one row of two": (overflowing(count=2), replace(UNSCALED, samples=(3,))),
+    "no history": (overflowing(losses=(), norms=()), replace(UNSCALED, samples=(3,))),
     "huge inputs": (bad(origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
     "huge inputs in bfloat16, which has the range of float32": (

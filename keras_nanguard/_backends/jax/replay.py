@@ -29,7 +29,7 @@ from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import OriginTracker, is_finite, is_float
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.observations import Origin
-from keras_nanguard._keras import arrays as keras_arrays
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
 from keras_nanguard._keras.overrides import ThreadOverrides
 
@@ -191,7 +191,7 @@ class Replay(interface.Replay):
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
-        old = [(v, v.value) for v in variables if isinstance(v, keras.Variable)]
+        old = [(v, v.value) for v in variables if keras_variables.is_variable(v)]
         try:
             yield
         finally:
@@ -219,7 +219,7 @@ class Replay(interface.Replay):
     ) -> Any:
         if step.judged is None:
             ready(step.model, *args)
-        known = [v for v in step.variables() if isinstance(v, keras.Variable)]
+        known = [v for v in step.variables() if keras_variables.is_variable(v)]
 
         def run(values: Any, args: Any) -> Any:
             with keras.StatelessScope(state_mapping=list(zip(known, values))):

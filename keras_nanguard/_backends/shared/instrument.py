@@ -203,7 +203,7 @@ class Instrument(Overrides):
             self._stack.pop()
 
     def _taken_in(self, call: Call, value: Any) -> Any:
-        if isinstance(value, keras.Variable) and call.role == REGULARIZER:
+        if keras_variables.is_variable(value) and call.role == REGULARIZER:
             value = self.tensor_of(value)
         elif not self._is_float(value):
             return value

@@ -329,7 +329,7 @@ class Replay(interface.Replay):
         return taken if value.is_sparse else taken.to_sparse(layout=value.layout)
 
     def twin(self, variable: Any) -> Any:
-        if not isinstance(variable, keras.Variable):
+        if not keras_variables.is_variable(variable):
             return None
         native = variable.value
         return torch.nn.Parameter(native.detach().float(), requires_grad=native.requires_grad)
