@@ -98,7 +98,7 @@ EXPLAINED: tuple[Explained, ...] = (
     ),
     Explained(
         "_backends/jax/trace.py",
-        "StepTrace._learned",
+        "StepTrace._scales_after",
         "if scale is None or counter is None:",
         ("if scale is None and counter is None:",),
         "A state has both of an optimizer, or neither.",

@@ -109,10 +109,10 @@ class ModelAttachment(attach.Attachment):
             self.pending = started
             return session.logs_for_callbacks(started.computed.outputs)
         if not self.run.state_replaced:
-            result = self._finished(started)
-            if not result.verdict.halted:
-                session.after(result.verdict)
-                return session.logs_for_callbacks(result.computed.outputs)
+            finished, verdict = self._finished(started)
+            if not verdict.halted:
+                session.after(verdict)
+                return session.logs_for_callbacks(finished.computed.outputs)
         # The step was halted, or the host has replaced its state: it runs again.
         return self.run_guarded(data)
 
@@ -123,23 +123,26 @@ class ModelAttachment(attach.Attachment):
         return bool(self.session.skips_batches(iter((data,)), 1))
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        result = self._finished(self._start(data))
-        return result.computed.outputs, result.verdict
+        finished, verdict = self._finished(self._start(data))
+        return finished.computed.outputs, verdict
 
     def _start(self, data: Any, after: StartedStep | None = None) -> StartedStep:
         """Start a step, and publish its new state before waiting for it."""
         transaction, trainer_state = self.transaction, self.trainer_state
-        result: StartedStep = transaction.start(trainer_state.take(), data, after=after)
-        trainer_state.hold(result.computed.state)
+        started = transaction.start(trainer_state.take(), data, after=after)
+        trainer_state.hold(started.computed.state)
         transaction.published()
-        return result
+        return started
 
-    def _finished(self, result: StartedStep) -> StartedStep:
-        """Wait for the verdict of a step, which may have to run again."""
-        if self.transaction.finish(result):
-            return result
+    def _finished(self, started: StartedStep) -> tuple[StartedStep, Verdict]:
+        """Wait for the verdict of a step, which may have to run again; return the last run of it
+        and its verdict.
+        """
+        verdict = self.transaction.finish(started)
+        if verdict is not None:
+            return started, verdict
         with self.trainer_state.gathered():
-            return self._finished(self._start(*result.args))
+            return self._finished(self._start(*started.args))
 
     def run_again(self, args: Sequence[Any]) -> Verdict:
         (data,) = args
@@ -164,9 +167,9 @@ class ModelAttachment(attach.Attachment):
         pending = self.pending
         assert pending is not None
         self.run.state_replaced = False
-        result = self._finished(pending)
+        finished, verdict = self._finished(pending)
         self.pending = None
-        return self.session.after(result.verdict, state_is_current=last) and result is pending
+        return self.session.after(verdict, state_is_current=last) and finished is pending
 
     def _rescue(self) -> None:
         for computed in getattr(self.transaction, "unpublished", ()):
@@ -216,17 +219,17 @@ class LoopStep(attach.LoopStep):
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
         """Run one step; return its outputs and the state to continue with."""
-        given = self.state
+        previous = self.state
         if self.variables is None:
             self.variables = _owners(state, self.run)
         self.state, self.synced = state, False
-        self.session.before(written=state is not given)
+        self.session.before(written=state is not previous)
         return self._run(batch, {}), self._taken()
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        result = self.transaction(self._taken(), args, kwargs)
-        self.state, self.synced = result.computed.state, False
-        return result.computed.outputs, result.verdict
+        computed, verdict = self.transaction(self._taken(), args, kwargs)
+        self.state, self.synced = computed.state, False
+        return computed.outputs, verdict
 
     def held(self) -> Callable[[], None]:
         """Return a function that restores the loop's own keys, averages and counters, which exist
@@ -278,10 +281,10 @@ def _owners(state: Any, run: Run) -> list[Any]:
         *(v for o in optimizers for v in o.variables),
     ]
     metrics = list(getattr(model, "metrics_variables", ()))
-    known = {id(v.value): v for v in [*main, *metrics]}
-    found = [known.get(id(leaf)) for leaf in leaves]
+    variable_of = {id(v.value): v for v in [*main, *metrics]}
+    owners = [variable_of.get(id(leaf)) for leaf in leaves]
     shapes = [tuple(np.shape(leaf)) for leaf in leaves]
-    if not all(any(v is f for f in found) for v in model.trainable_variables):
+    if not all(any(v is owner for owner in owners) for v in model.trainable_variables):
         for order in (main, [*main, *metrics]):
             if [tuple(v.shape) for v in order] == shapes:
                 return order
@@ -291,4 +294,4 @@ def _owners(state: Any, run: Run) -> list[Any]:
             "[v.value for v in model.trainable_variables] and so on."
         )
         raise GuardError(expected(f"a state of {layout}", f"arrays of shapes {shapes}", remedy))
-    return found
+    return owners

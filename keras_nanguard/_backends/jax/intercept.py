@@ -75,8 +75,8 @@ class Gate(Overrides):
         if self._scales:
             self.set(optimizer, "check_finite", lambda grads: may_commit)
             return
-        given = zip((*self._trained, *self._variables), (*record.weights, *record.slots))
-        self._old = {id(variable): value for variable, value in given}
+        variables, values = (*self._trained, *self._variables), (*record.weights, *record.slots)
+        self._old = {id(variable): value for variable, value in zip(variables, values)}
         stock, own = keras.optimizers.Optimizer, type(optimizer)
         if any(getattr(own, name) is not getattr(stock, name) for name in _ASSIGNMENTS):
             return  # it overrides assignments: all is selected at the end
@@ -184,17 +184,17 @@ class Intercept(Overrides):
 
     def _watching(self, metric: Any, real: Callable[[], Any]) -> Callable[[], Any]:
         def result() -> Any:
-            found = real()
-            for index, leaf in enumerate(jax.tree_util.tree_leaves(found)):
+            value = real()
+            for index, leaf in enumerate(jax.tree_util.tree_leaves(value)):
                 self._results[id(leaf)] = leaf, metric, index
-            return found
+            return value
 
         return result
 
     def sources(self, outputs: Any) -> list[tuple[Any, int] | None]:
         """Return for each output the metric, and the leaf of its result, that it is."""
-        found = (self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs))
-        return [None if one is None else one[1:] for one in found]
+        results = (self._results.get(id(leaf)) for leaf in jax.tree_util.tree_leaves(outputs))
+        return [None if result is None else result[1:] for result in results]
 
 
 def with_metrics(outputs: Any, sources: Sequence[tuple[Any, int] | None], values: Any) -> Any:

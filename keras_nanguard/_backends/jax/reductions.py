@@ -72,8 +72,8 @@ def _real(array: Any) -> Any:
 
 def all_finite(arrays: Iterable[Any]) -> Any:
     """Return whether every entry of these arrays is finite."""
-    found = [jnp.all(jnp.isfinite(array)) for array in arrays if is_inexact(array)]
-    return jnp.all(jnp.stack(found)) if found else jnp.ones((), bool)
+    finite = [jnp.all(jnp.isfinite(array)) for array in arrays if is_inexact(array)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.ones((), bool)
 
 
 def _sum(arrays: Iterable[Any], dtype: Any) -> Any:
@@ -86,8 +86,8 @@ def add(scalars: Sequence[Any], dtype: Any) -> Any:
     `finfo.max`.
     """
     arrays = [_real(jnp.asarray(scalar)) for scalar in scalars]
-    found, largest = _sum(arrays, dtype), jnp.finfo(dtype).max
-    return jnp.where(all_finite(arrays), jnp.clip(found, -largest, largest), found)
+    number, largest = _sum(arrays, dtype), jnp.finfo(dtype).max
+    return jnp.where(all_finite(arrays), jnp.clip(number, -largest, largest), number)
 
 
 def _grouped(arrays: Iterable[Any]) -> list[Any]:

@@ -29,12 +29,9 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.trace import Computed, Facts, StepTrace, split
+from keras_nanguard._backends.jax.trace import Computed, Facts, StepTrace, TracedStep, split
 from keras_nanguard._backends.shared.batches import held, losses_in_logs, scalars
 from keras_nanguard._core.verdict import Report, Verdict
-
-UNKNOWN = Facts(places=(), keeps_undo=False, lasting=False, calls_host=True)
-"""The facts about a step before its first run."""
 
 
 @dataclass(slots=True)
@@ -44,15 +41,13 @@ class StartedStep:
     Attributes:
         computed: what it computes.
         args: the arguments of the step besides its state.
-        verdict: its verdict, once the host has read it.
     """
 
     computed: Computed
     args: tuple[Any, ...]
-    verdict: Any = None
 
 
-class Transaction(interface.Transaction):
+class Transaction(TracedStep):
     """Wraps the body of one train step: `body(state, *args) -> (outputs, new_state)`.
 
     Args:
@@ -68,8 +63,7 @@ class Transaction(interface.Transaction):
 
     Attributes:
         given: the arguments of the last step whose verdict was read.
-        mesh: the devices of all processes that train together; `None` for one process.
-        facts: the facts that the last trace has found.
+        facts: the facts that the last trace has found; `None` before the first step.
         unpublished: what the program has computed, until the caller has the new state. A signal
             handler that raises finds it here.
     """
@@ -94,10 +88,10 @@ class Transaction(interface.Transaction):
         self.donates = of_trainer and jit and self.refuse
         self.learned = interface.Learned(keeps_undo=not (jit and self.refuse))
         self.unpublished: list[Computed] = []
-        self.facts, self.has_hidden_state = UNKNOWN, jit
+        self.facts: Facts | None = None
+        self.has_hidden_state = jit
         self.given: Any = None
-        self.mesh: Any = None
-        self._bad: StartedStep | None = None
+        self._bad: tuple[StartedStep, Verdict] | None = None
         self._compile()
 
     def _compile(self) -> None:
@@ -124,14 +118,20 @@ class Transaction(interface.Transaction):
         Not if its logs are those of a refused step, and not if it calls the host, because a halted
         step would then have a visible effect.
         """
-        return self.donates and self.facts.lasting and not self.facts.calls_host
+        facts = self.facts
+        if facts is None or not self.donates:
+            return False
+        return facts.restores_logs and not facts.calls_host
 
     # Running a step
 
-    def __call__(self, state: Any, *args: Any) -> StartedStep:
+    def __call__(self, state: Any, *args: Any) -> tuple[Computed, Verdict]:
         """Run the step, and wait for its verdict; the arguments are those of `start`."""
-        result = self.start(state, *args)
-        return result if self.finish(result) else self(result.computed.state, *args)
+        started = self.start(state, *args)
+        verdict = self.finish(started)
+        if verdict is None:
+            return self(started.computed.state, *args)
+        return started.computed, verdict
 
     def start(self, state: Any, *args: Any, after: StartedStep | None = None) -> StartedStep:
         """Start the step.
@@ -141,32 +141,32 @@ class Transaction(interface.Transaction):
             *args: the other arguments of the body.
             after: the previous step, whose verdict has not been read yet.
         """
-        if self.facts is UNKNOWN:  # the first step
+        if self.facts is None:  # the first step
             self.mesh = reductions.mesh_of(state)
         halt = self._go if after is None else after.computed.halt
         return StartedStep(self._run(state, halt, *args), held(args))
 
-    def finish(self, result: StartedStep) -> bool:
+    def finish(self, started: StartedStep) -> Verdict | None:
         """Wait for the verdict of a started step.
 
         Returns:
-            Whether it has a verdict now. If not, run it again: its numbers are finite, but so large
-                that only its update can show the result. From then on steps read their updates
+            Its verdict. `None` if it has none: its numbers are finite, but so large that only its
+                update can show the result. Then run it again; from then on steps read their updates
                 before they commit.
         """
-        verdict = Verdict.of(np.asarray(result.computed.vector).tolist())
-        (facts,) = result.computed.counts
+        verdict = Verdict.of(np.asarray(started.computed.vector).tolist())
+        (facts,) = started.computed.counts
         undecided = verdict.refused and verdict.finite and not verdict.halted
         if undecided and not facts.keeps_undo:
             self.learned = replace(self.learned, keeps_undo=True)
             self._compile()
-            return False
+            return None
         self.facts, self.has_hidden_state = facts, self.jit and facts.calls_host
         if facts.keeps_undo and not self.learned.keeps_undo:
             self.learned = replace(self.learned, keeps_undo=True)
-        result.verdict, self.given = verdict, result.args
-        self._bad = None if verdict.finite and not verdict.refused else result
-        return True
+        self.given = started.args
+        self._bad = None if verdict.finite and not verdict.refused else (started, verdict)
+        return verdict
 
     def published(self) -> None:
         """Record that the caller has the new state."""
@@ -186,24 +186,24 @@ class Transaction(interface.Transaction):
     def take_reports(self) -> list[Report]:
         if self._bad is None:
             return []
-        result, self._bad = self._bad, None
-        ((facts, counts),) = result.computed.counts.items()
+        (step, verdict), self._bad = self._bad, None
+        ((facts, counts),) = step.computed.counts.items()
         # Weights of a step that commits before they are read are not counted.
-        places = facts.places if result.verdict.refused or facts.keeps_undo else ()
+        places = facts.places if verdict.refused or facts.keeps_undo else ()
         rows = [(*pair, size) for pair, (*_, size) in zip(np.asarray(counts).tolist(), places)]
         numbers = np.array(rows, np.int64).reshape(-1, 3)
         named = tuple((site, path) for site, path, _ in places)
-        return [Report(result.verdict, named, numbers, result.args)]
+        return [Report(verdict, named, numbers, step.args)]
 
     # For a diagnosis
 
     def replayed(self, *args: Any) -> Any:
         """Run the body as a step that reads and writes the variables; returns its outputs."""
-        found, new = split(self.body(self.stored(), *args))
-        for variable, value in zip(self.variables(), jax.tree_util.tree_leaves(new)):
+        outputs, new_state = split(self.body(self.stored(), *args))
+        for variable, value in zip(self.variables(), jax.tree_util.tree_leaves(new_state)):
             if variable is not None:
                 variable.assign(value)
-        return found
+        return outputs
 
     def judged(self, *args: Any) -> Verdict:
         """Run the compiled step from the values of the variables, without side effects.

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.intercept import Intercept, calls_host, with_metrics
 from keras_nanguard._backends.shared import rules
@@ -27,23 +28,39 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Facts:
-    """The facts that a trace has found. They hold for every run of the compiled program.
+    """The facts that a trace of the body, or an eager run of it, has found. They hold for every run
+    of the compiled program.
 
-    It is a key of the result of that program, so its hash must take no time.
+    It is a key of the result of that program, so its hash must take no time, and its `repr`, which
+    is in the text of the program, must be the same in each process.
 
     Attributes:
         places: `(site, path, size)` of each array whose bad entries are counted.
+        changed: indices of the state that the body writes.
+        updated: indices that have the results of optimizers.
+        selected: indices at which the new value is the old one if the step is refused.
+        sources: of each output, the metric whose result it is, and the number of that result.
+        calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
         keeps_undo: whether the updates run at once, so that the verdict includes their results.
-        lasting: whether every log of a refused step is that of the restored metrics.
-        calls_host: whether the step calls the host, as `jax.debug.print` does.
     """
 
     places: tuple[tuple[str, str, int], ...]
-    keeps_undo: bool
-    lasting: bool
-    calls_host: bool
+    changed: set[int]
+    updated: set[int]
+    selected: set[int]
+    sources: list[tuple[Any, int] | None]
+    calls_host: bool = True
+    keeps_undo: bool = False
+
+    def __repr__(self) -> str:
+        return "Facts"
+
+    @property
+    def restores_logs(self) -> bool:
+        """Whether every log of a refused step is that of the restored metrics."""
+        return None not in self.sources
 
 
 class Values(NamedTuple):
@@ -60,27 +77,6 @@ class Values(NamedTuple):
     checked: list[Any]
     outputs: Any
     new: list[Any]
-
-
-@dataclass(frozen=True)
-class Found:
-    """The facts that a run of the body has shown besides its arrays.
-
-    Attributes:
-        names: `(site, path)` of each checked array.
-        changed: places of the state that the body writes.
-        updated: places that have the results of optimizers.
-        selected: places at which the new value is the old one if the step is refused.
-        sources: of each output, the metric whose result it is, and the number of that result.
-        calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
-    """
-
-    names: list[tuple[str, str]]
-    changed: set[int]
-    updated: set[int]
-    selected: set[int]
-    sources: list[tuple[Any, int] | None]
-    calls_host: bool = True
 
 
 class Computed(NamedTuple):
@@ -102,223 +98,259 @@ class Computed(NamedTuple):
     counts: dict[Facts, Any]
 
 
+class TracedStep(interface.Transaction):
+    """The facts about a step that its traces use and do not change."""
+
+    variables: Callable[[], Sequence[Any]]
+    """Returns the Keras variable of each array of the flat state, or `None`."""
+
+    metrics: Callable[[], Iterable[Any]]
+    """Returns the metrics whose results may be outputs."""
+
+    refuse: bool
+    """Whether bad steps are refused."""
+
+    mesh: Any = None
+    """The devices of all processes that train together; `None` for one process."""
+
+
 class StepTrace:
     """One trace (or one eager run) of the transaction.
 
     Args:
-        owner: the `Transaction`.
+        transaction: the step.
         state: the state.
         args: the other arguments of the body.
         halt: whether the step is refused regardless of its batch.
+
+    Attributes:
+        old: the flat state.
+        index: the index of each variable in it, by `id`.
+        sites: `"weights"` or `"slots"` for each index that has one.
+        scale: the smallest loss scale, 1 if there is none.
     """
 
-    def __init__(self, owner: Any, state: Any, args: Sequence[Any], halt: Any):
-        self.owner, self.args, self.halt = owner, args, halt
+    def __init__(self, transaction: TracedStep, state: Any, args: Sequence[Any], halt: Any):
+        self.transaction, self.args, self.halt = transaction, args, halt
         self.old, self.tree = jax.tree_util.tree_flatten(state)
-        self.train_state = train_state = owner.run.read_train_state()
+        self.train_state = train_state = transaction.run.read_train_state()
         self.dtype = reductions.kind(self.old)
-        self.variables = list(owner.variables())
-        self.place = {id(v): i for i, v in enumerate(self.variables) if v is not None}
-        self.sites = dict.fromkeys(self._known(train_state.trainable), "weights")
-        self.sites |= dict.fromkeys(self._known(train_state.slots), "slots")
-        scales = self._known(scale for scale, _ in train_state.scales)
+        self.variables = list(transaction.variables())
+        self.index = {id(v): i for i, v in enumerate(self.variables) if v is not None}
+        self.sites = dict.fromkeys(self._indices(train_state.trainable), "weights")
+        self.sites |= dict.fromkeys(self._indices(train_state.slots), "slots")
+        scales = self._indices(scale for scale, _ in train_state.scales)
         self.scale = jnp.ones((), self.dtype)
         if scales:
             self.scale = jnp.min(jnp.stack([self.old[i] for i in scales])).astype(self.dtype)
 
     def complete(self) -> Computed:
         """Run the transaction."""
-        if not self.owner.jit:
-            return self._at_once(*self._call(True, self.old, self.args))
-        program, structure, found = self._traced()
-        given = (*self.old, *jax.tree_util.tree_leaves(tuple(self.args)))
+        if not self.transaction.jit:
+            return self._updated_first(*self._call(True, self.old, self.args))
+        program, structure, facts = self._traced()
+        arrays = [*self.old, *jax.tree_util.tree_leaves(tuple(self.args))]
         losses, checked, *_ = (part.num_leaves for part in structure.children())
-        parts = None if self.owner.learned.keeps_undo else two_parts(program, losses + checked)
-        if parts is None or self.sites.keys() & found.changed - found.updated:
-            flat = jaxpr_as_fun(program)(jnp.ones((), bool), *given)
-            return self._at_once(jax.tree_util.tree_unflatten(structure, flat), found)
+        parts = None
+        if not (self.transaction.learned.keeps_undo or self._writes_elsewhere(facts)):
+            parts = two_parts(program, losses + checked)
+        if parts is None:
+            flat = jaxpr_as_fun(program)(jnp.ones((), bool), *arrays)
+            return self._updated_first(jax.tree_util.tree_unflatten(structure, flat), facts)
         first, second = parts
-        known = first(jnp.zeros((), bool), *given)
-        early, between = known[: losses + checked], known[losses + checked :]
-        verdict, counts = self._judged(found, early[:losses], early[losses:])
-        # Only the update shows whether such gradients make an optimizer's state overflow.
+        early, between = first(arrays)
+        verdict, counts = self._judged(facts, early[:losses], early[losses:])
+        # Only the update shows whether such gradients make an optimizer's state overflow. A step
+        # that is refused although it is finite is decided by another run (`Transaction.finish`).
         may_commit: Any = ~verdict.refused & (verdict.gradients < rules.SUM_LIMIT)
-        late = second(may_commit, *between)
+        late = second(may_commit, between)
         values = jax.tree_util.tree_unflatten(structure, [*early, *late])
-        updated = self._update_sums(values.new)
-        weights, slots = [jnp.where(may_commit, number, 0) for number in updated]
-        verdict = Verdict(~may_commit, *verdict[1:4], weights, slots, self.scale, 0, self.halt)
-        return self._result(values, found, verdict, counts, keeps_undo=False)
+        after = self._update_sums(values.new)
+        after = {site: jnp.where(may_commit, number, 0) for site, number in after.items()}
+        return self._result(values, facts, verdict._replace(refused=~may_commit, **after), counts)
 
-    def _at_once(self, values: Values, found: Found) -> Computed:
+    def _writes_elsewhere(self, facts: Facts) -> bool:
+        """Whether the body writes weights or slots other than by an optimizer."""
+        return bool(self.sites.keys() & facts.changed - facts.updated)
+
+    def _updated_first(self, values: Values, facts: Facts) -> Computed:
         """Return the result of a run whose updates have taken effect."""
         new = values.new
-        places = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
-        names = [*found.names, *((self.sites[i], self._path(i)) for i in places)]
-        values = values._replace(checked=[*values.checked, *(new[i] for i in places)])
-        found = replace(found, names=names, selected=set())
-        verdict, counts = self._judged(found, values.losses, values.checked, new)
-        return self._result(values, found, verdict, counts, keeps_undo=True)
+        read = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
+        places = (*facts.places, *((self.sites[i], self._path(i), new[i].size) for i in read))
+        values = values._replace(checked=[*values.checked, *(new[i] for i in read)])
+        facts = replace(facts, places=places, selected=set(), keeps_undo=True)
+        verdict, counts = self._judged(facts, values.losses, values.checked, new)
+        return self._result(values, facts, verdict, counts)
 
     # Running the body
 
-    def _traced(self) -> tuple[ClosedJaxpr, Any, Found]:
+    def _traced(self) -> tuple[ClosedJaxpr, Any, Facts]:
         """Return the program of the body, the structure of the `Values` that it returns, and what
         else it shows.
 
         The arguments of the program are `may_commit`, the flat state, and the flat other arguments.
         """
         leaves, tree = jax.tree_util.tree_flatten(tuple(self.args))
-        size, kept = len(self.old), []
+        size, runs = len(self.old), []
 
         def body(may_commit: Any, *arrays: Any) -> Values:
             args = jax.tree_util.tree_unflatten(tree, arrays[size:])
-            known = True if self.owner.learned.keeps_undo else may_commit
-            values, found = self._call(known, arrays[:size], args)
-            kept.append((jax.tree_util.tree_structure(values), found))
+            at_once = self.transaction.learned.keeps_undo
+            values, facts = self._call(True if at_once else may_commit, arrays[:size], args)
+            runs.append((jax.tree_util.tree_structure(values), facts))
             return values
 
         program = jax.make_jaxpr(body)(jnp.zeros((), bool), *self.old, *leaves)
-        ((structure, found),) = kept
-        return program, structure, replace(found, calls_host=calls_host(program.jaxpr))
+        ((structure, facts),) = runs
+        return program, structure, replace(facts, calls_host=calls_host(program.jaxpr))
 
-    def _call(self, may_commit: Any, leaves: Any, args: Any) -> tuple[Values, Found]:
+    def _call(self, may_commit: Any, leaves: Any, args: Any) -> tuple[Values, Facts]:
         """Run the body on this flat state; for `may_commit` see `Intercept`.
 
         Raises:
             GuardError: if the new state has not the structure of the old one.
         """
         state = jax.tree_util.tree_unflatten(self.tree, leaves)
-        owner, optimizers = self.owner, self.train_state.optimizers
-        with Intercept(owner.model, optimizers, may_commit, owner.metrics()) as seen:
-            found, new = split(owner.body(state, *args))
-        flat, tree = jax.tree_util.tree_flatten(new)
+        transaction, optimizers = self.transaction, self.train_state.optimizers
+        metrics = transaction.metrics()
+        with Intercept(transaction.model, optimizers, may_commit, metrics) as calls:
+            outputs, new_state = split(transaction.body(state, *args))
+        new, tree = jax.tree_util.tree_flatten(new_state)
         if tree != self.tree:
             remedy = "Return the new state in the structure of the state that the step is given."
             what = f"a step that returns a state of the structure {self.tree}"
             raise GuardError(expected(what, f"{tree}", remedy))
-        changed = {i for i, (a, b) in enumerate(zip(flat, leaves)) if a is not b}
-        statistics = [(self._path(i), flat[i]) for i in self._statistics(changed)]
-        pairs = [pair for record in seen.records for pair in record.pairs]
+        changed = {i for i, (a, b) in enumerate(zip(new, leaves)) if a is not b}
+        statistics = [(self._path(i), new[i]) for i in self._statistics(changed)]
+        pairs = [pair for record in calls.records for pair in record.pairs]
         gradients = [(v.path, g) for g, v in pairs if reductions.is_inexact(g)]
-        sites = {"outputs": seen.outputs, "gradients": gradients, "statistics": statistics}
+        sites = {"outputs": calls.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
-        losses = seen.losses or owner.losses(found)
-        values = Values(losses, [array for *_, array in checked], found, list(flat))
-        return values, Found(
-            names=[(site, path) for site, path, _ in checked],
+        losses = calls.losses or transaction.losses(outputs)
+        values = Values(losses, [array for *_, array in checked], outputs, list(new))
+        return values, Facts(
+            places=tuple((site, path, array.size) for site, path, array in checked),
             changed=changed,
-            updated={i for i, array in enumerate(flat) if id(array) in seen.updated},
-            selected={i for i, array in enumerate(flat) if id(array) in seen.selected},
-            sources=seen.sources(found),
+            updated={i for i, array in enumerate(new) if id(array) in calls.updated},
+            selected={i for i, array in enumerate(new) if id(array) in calls.selected},
+            sources=calls.sources(outputs),
         )
 
     # The verdict
 
     def _judged(
-        self, found: Found, losses: Sequence[Any], checked: Sequence[Any], new: Any = None
+        self, facts: Facts, losses: Sequence[Any], checked: Sequence[Any], new: Any = None
     ) -> tuple[Verdict, Any]:
         """Return the verdict and the counts of bad entries, an int32 array `(places, 2)`.
 
         Args:
-            found: what the body shows.
+            facts: what the body shows.
             losses: its losses.
             checked: its checked arrays.
             new: the flat state after its updates; `None` if they have not run yet.
         """
-        of_site: dict[str, list[Any]] = {}
-        for (site, _), array in zip(found.names, checked):
-            of_site.setdefault(site, []).append(array)
-        statistics = of_site.get("statistics", [])
-        loss = reductions.add(losses, self.dtype)
-        gradients = reductions.squares(of_site.get("gradients", []), self.dtype)
-        written = reductions.total(statistics, self.dtype)
-        if statistics:
-            written = reductions.of_all(written, self.owner.mesh)
-        weights = slots = jnp.zeros((), self.dtype)
-        if new is not None:
-            updated = self._update_sums(new)
-            weights, slots = [reductions.of_all(number, self.owner.mesh) for number in updated]
-        finite = reductions.all_finite((loss, gradients, written, weights, slots))
+        sums = self._sums(facts, losses, checked, new)
         counts = reductions.cond(
-            finite,
+            reductions.all_finite(sums.values()),
             lambda: jnp.zeros((len(checked), 2), jnp.int32),
             lambda: reductions.counts(checked),
         )
-        places = [n for n, (site, _) in enumerate(found.names) if site == "gradients"]
-        if places:  # the square of 1e20 overflows in float32, although 1e20 does not
-            bad = jnp.any(counts[places[0] : places[-1] + 1] > 0)
-            gradients = jnp.where(bad, gradients, jnp.minimum(gradients, rules.SUM_LIMIT))
-        finite = reductions.all_finite((loss, gradients, written, weights, slots))
+        rows = [n for n, (site, *_) in enumerate(facts.places) if site == "gradients"]
+        if rows:  # the square of 1e20 overflows in float32, although 1e20 does not
+            bad = jnp.any(counts[rows[0] : rows[-1] + 1] > 0)
+            bounded = jnp.minimum(sums["gradients"], rules.SUM_LIMIT)
+            sums["gradients"] = jnp.where(bad, sums["gradients"], bounded)
+        finite = reductions.all_finite(sums.values())
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, [self.scale], self.halt)
-        verdict = Verdict(
-            ~may_commit, loss, gradients, written, weights, slots, self.scale, 0, self.halt
+        return Verdict(refused=~may_commit, **sums, scale=self.scale, halted=self.halt), counts
+
+    def _sums(
+        self, facts: Facts, losses: Sequence[Any], checked: Sequence[Any], new: Any
+    ) -> dict[str, Any]:
+        """Return the sums of a verdict, from `loss` to `slots`; the arguments are those of
+        `_judged`.
+        """
+        gradients, statistics = (
+            [array for (of, *_), array in zip(facts.places, checked) if of == site]
+            for site in ("gradients", "statistics")
         )
-        return verdict, counts
+        sums = {
+            "loss": reductions.add(losses, self.dtype),
+            "gradients": reductions.squares(gradients, self.dtype),
+            "statistics": reductions.total(statistics, self.dtype),
+        }
+        mesh = self.transaction.mesh
+        if statistics:
+            sums["statistics"] = reductions.of_all(sums["statistics"], mesh)
+        if new is None:
+            return sums | dict.fromkeys(("weights", "slots"), jnp.zeros((), self.dtype))
+        after = self._update_sums(new)
+        return sums | {site: reductions.of_all(number, mesh) for site, number in after.items()}
 
     def _statistics(self, changed: set[int]) -> list[int]:
-        """Return the places of written statistics that must be finite."""
+        """Return the indices of written statistics that must be finite."""
         state = self.train_state
         scales = (v for pair in state.scales for v in pair)
         apart = {id(v) for v in (*state.metrics, *state.rates, *scales)}
-        apart |= self.owner.learned.tolerated
+        apart |= self.transaction.learned.tolerated
         return [
             i
             for i in sorted(changed - self.sites.keys())
             if id(self.variables[i]) not in apart and reductions.is_inexact(self.old[i])
         ]
 
-    def _update_sums(self, new: Sequence[Any]) -> list[Any]:
+    def _update_sums(self, new: Sequence[Any]) -> dict[str, Any]:
         """Return the sums over the weights and over the slots of a flat new state."""
-        tolerated = self.owner.learned.tolerated
+        tolerated = self.transaction.learned.tolerated
         read = [i for i in sorted(self.sites) if id(self.variables[i]) not in tolerated]
-        return [
-            reductions.total([new[i] for i in read if self.sites[i] == site], self.dtype)
+        return {
+            site: reductions.total([new[i] for i in read if self.sites[i] == site], self.dtype)
             for site in ("weights", "slots")
-        ]
+        }
 
-    def _known(self, variables: Iterable[Any]) -> list[int]:
-        return [self.place[id(v)] for v in variables if id(v) in self.place]
+    def _indices(self, variables: Iterable[Any]) -> list[int]:
+        """Return the indices of those of these variables that the state has."""
+        return [self.index[id(v)] for v in variables if id(v) in self.index]
 
     def _path(self, index: int) -> str:
         return str(getattr(self.variables[index], "path", "") or f"state/{index}")
 
     # The result
 
-    def _result(
-        self, values: Values, found: Found, verdict: Verdict, counts: Any, keeps_undo: bool
-    ) -> Computed:
+    def _result(self, values: Values, facts: Facts, verdict: Verdict, counts: Any) -> Computed:
         """Return the result of the step: the new state if it commits, else the old one."""
-        pairs = zip(found.names, values.checked)
-        places = tuple((site, path, array.size) for (site, path), array in pairs)
-        facts = Facts(places, keeps_undo, None not in found.sources, found.calls_host)
-        results, new = values.outputs, list(values.new)
-        if self.owner.refuse:
-            learned = self._learned(verdict)
-            for i in sorted({*found.changed, *learned} - found.selected):
-                old = _like(learned.get(i, self.old[i]), new[i])
+        outputs, new = values.outputs, list(values.new)
+        if self.transaction.refuse:
+            scales = self._scales_after(verdict)
+            for i in sorted({*facts.changed, *scales} - facts.selected):
+                old = _like(scales.get(i, self.old[i]), new[i])
                 new[i] = reductions.select(~verdict.refused, new[i], old)
-            known = [v for v in self.train_state.metrics if id(v) in self.place]
-            metrics = [(v, new[self.place[id(v)]]) for v in known]
-            results = with_metrics(results, found.sources, metrics)
+            metrics = [v for v in self.train_state.metrics if id(v) in self.index]
+            restored = [(v, new[self.index[id(v)]]) for v in metrics]
+            outputs = with_metrics(outputs, facts.sources, restored)
         else:
-            verdict = Verdict(jnp.zeros((), bool), *verdict[1:])
+            verdict = verdict._replace(refused=jnp.zeros((), bool))
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
-        seen = verdict[1:7] if jax.process_count() == 1 else verdict[1:4]  # to all processes
-        bad = verdict.refused | ~reductions.all_finite(seen) | (verdict.scale <= 0)
         state = jax.tree_util.tree_unflatten(self.tree, new)
-        return Computed(state, results, vector, bad, {facts: counts})
+        return Computed(state, outputs, vector, self._halts_next(verdict), {facts: counts})
 
-    def _learned(self, verdict: Verdict) -> dict[int, Any]:
-        """Return the values that a refusal writes to loss scales, by place."""
-        learned = {}
+    def _halts_next(self, verdict: Verdict) -> Any:
+        """Return whether the next step has to be refused: the same truth value in all processes."""
+        sums = [verdict.loss, verdict.gradients, verdict.statistics]
+        if jax.process_count() == 1:  # of several, each has its own copy of these
+            sums += [verdict.weights, verdict.slots, verdict.scale]
+        return verdict.refused | ~reductions.all_finite(sums) | (verdict.scale <= 0)
+
+    def _scales_after(self, verdict: Verdict) -> dict[int, Any]:
+        """Return the values that a refusal writes to loss scales and counters, by index."""
+        after = {}
         for optimizer in filter(keras_optimizers.scales_of, self.train_state.optimizers):
-            found = (self.place.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
-            scale, counter = found
+            scale, counter = (self.index.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
             if scale is None or counter is None:
                 continue
             old, steps = self.old[scale], self.old[counter]
-            learned[scale], learned[counter] = rules.learned_scale(
+            after[scale], after[counter] = rules.learned_scale(
                 reductions.OPERATIONS,
                 verdict.loss,
                 verdict.gradients,
@@ -327,7 +359,7 @@ class StepTrace:
                 jnp.asarray(optimizer.initial_scale, old.dtype),
                 self.halt,
             )
-        return learned
+        return after
 
 
 def split(result: Any) -> tuple[Any, Any]:
@@ -359,9 +391,9 @@ def two_parts(
         judged: how many of its results the first part must give.
 
     Returns:
-        The first part, which takes all arguments and returns those results, and then all that the
-        second part reads. The second part takes the first argument and that; it returns the other
-        results. `None` if a result of the first part depends on the first argument.
+        Two functions: `first(arguments) -> (results, between)`, of the list of the other arguments,
+        with all that the second part reads; and `second(argument, between)`, which returns the
+        other results. `None` if a result of the first part depends on the first argument.
     """
     jaxpr = program.jaxpr
     dependent, early, late = {id(jaxpr.invars[0])}, [], []
@@ -371,13 +403,19 @@ def two_parts(
             late.append(equation)
         else:
             early.append(equation)
-    seen, others = jaxpr.outvars[:judged], jaxpr.outvars[judged:]
-    if any(id(var) in dependent for var in seen):
+    results, others = jaxpr.outvars[:judged], jaxpr.outvars[judged:]
+    if any(id(var) in dependent for var in results):
         return None
     read = (*(var for equation in late for var in equation.invars), *others)
-    known = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
-    between = list(known.values())
-    first = jaxpr.replace(eqns=early, outvars=[*seen, *between])
-    invars = [jaxpr.invars[0], *between]
-    second = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others)
-    return jaxpr_as_fun(ClosedJaxpr(first, program.consts)), jaxpr_as_fun(ClosedJaxpr(second, ()))
+    inputs = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
+    invars = [jaxpr.invars[0], *inputs.values()]
+    one = jaxpr.replace(eqns=early, outvars=[*results, *inputs.values()])
+    other = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others)
+    run_one = jaxpr_as_fun(ClosedJaxpr(one, program.consts))
+    run_other = jaxpr_as_fun(ClosedJaxpr(other, ()))
+
+    def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = run_one(jnp.zeros((), bool), *arguments)
+        return found[:judged], found[judged:]
+
+    return first, lambda argument, between: run_other(argument, *between)
