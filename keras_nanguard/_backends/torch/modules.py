@@ -214,7 +214,9 @@ class TorchOptimizer:
 
     @property
     def variables(self) -> list[TensorVariable]:
-        """The tensors in its state. One that an update has replaced is not kept."""
+        """The tensors in its state, without those that an update has replaced, and its parameters
+        that the model does not have, such as copies of the weights in float32.
+        """
         found = [
             self._slots.of(tensor, f"{self.name}/{self._path_of(p)}/{key}")
             for p, slots in slots_of(self.of)
@@ -222,7 +224,9 @@ class TorchOptimizer:
             if isinstance(tensor, torch.Tensor)
         ]
         self._slots = Variables((id(variable.of), variable) for variable in found)
-        return found
+        numbered = enumerate(self.parameters)
+        own = [(p, number) for number, p in numbered if id(local(p)) not in self._paths]
+        return [*found, *(self._parameters.of(p, f"{self.name}/parameter {n}") for p, n in own)]
 
     @property
     def slots(self) -> list[Any]:

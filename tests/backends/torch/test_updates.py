@@ -500,6 +500,46 @@ def test_a_bad_gradient_of_a_weight_of_which_the_optimizer_has_a_copy():
     compared(copies)
 
 
+def copied(spike):
+    """The optimizer updates copies of the weights, in each step. A bad batch has bad numbers, or
+    with `spike` only a bad gradient.
+    """
+    net = network()
+    weights = list(net.parameters())
+    masters = [w.detach().clone().requires_grad_() for w in weights]
+    optimizer = torch.optim.Adam(masters, 0.01)
+
+    def step(batch):
+        net.zero_grad()
+        (Spike.apply(loss_of(net, batch.nan_to_num()), batch) if spike else loss_of(net, batch)).backward()
+        for master, weight in zip(masters, weights):
+            master.grad = weight.grad.clone()
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights):
+                weight.copy_(master)
+
+    return net, [optimizer], step, masters
+
+
+@pytest.mark.parametrize("spike", [True, False])
+@pytest.mark.parametrize("bad", [(), (0,), BAD])
+def test_copies_of_weights_that_an_optimizer_updates(spike, bad):
+    """A refused step and its diagnosis leave them as they are."""
+    compared(partial(copied, spike), bad)
+
+
+def test_a_rollback_restores_copies_of_weights():
+    net, optimizers, step, masters = copied(True)
+    policy = {"escalation": [["rollback"]], "snapshot": {"every": 3, "verify_after": 1}}
+    with (guard := NanGuard(policy, verbose=0)).watch(net, *optimizers):
+        run_step = guard.step(step)
+        for batch in poisoned((8,))[:9]:
+            run_step(batch)
+    assert [outcome.status for outcome in guard.incidents[0].outcomes] == ["done"]
+    assert all(map(torch.equal, net.parameters(), masters))
+
+
 class Signs(torch.optim.Optimizer):
     """Moves by the signs of the gradients, so that an infinite one leaves finite weights."""
 
