@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard.testing import inject
 
 EPOCHS, BATCH = 4, 32
 DIGITS = load_digits()
@@ -257,6 +258,25 @@ class TestProbation:
         assert changes(guard) == [["lower_lr"]]
         assert "State and learning rate are restored" in capsys.readouterr().out
         assert guard.session.guard_state.lowering.at is None
+
+    def test_an_earlier_lowered_rate_still_returns(self):
+        """The action was lower, for good; without it the rate returns as its own rule has it."""
+        rule = {"name": "rows", "cause": "input_nonfinite", "do": {"lower_lr": {"factor": 0.9, "recover_after": 100}}}
+        guard = NanGuard({"rules": [rule]}, verbose=0)
+
+        def spoil(batch, logs=None):
+            if guard.incidents[-1:] and guard.incidents[-1].diagnosis.cause == "divergence" and not spoiled:
+                spoiled.append(batch)
+                draw = np.random.default_rng(0)
+                spoils.model.set_weights([draw.normal(0, 1e6, v.shape) for v in spoils.model.get_weights()])
+
+        keras.utils.set_random_seed(0)
+        spoiled, model = [], mlp(adam(3.0))()
+        spoils = keras.callbacks.LambdaCallback(on_train_batch_begin=spoil)
+        with inject(model, site="inputs", step=2):
+            history = model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[guard, spoils]).history
+        assert changes(guard) == [["lower_lr"], ["rollback", "lower_lr"]] and spoiled
+        assert history["nanguard/rate_factor"] == pytest.approx([0.9, 0.009, 1.0, 1.0])
 
     def test_probation_waits_until_there_is_a_comparison(self, capsys):
         """It does not end in a window without batches to compare on."""
