@@ -83,8 +83,7 @@ class Repair:
         return changes
 
     def _may_reset(self, array: ModelArray) -> bool:
-        is_slot = array.who.role == "slot" and array.is_float and not array.unread
-        return is_slot and self.options.slots == "reset"
+        return array.who.role == "slot" and array.is_float and self.options.slots == "reset"
 
     def _change(self, array: ModelArray) -> Change:
         """Repair one array; `source` replaces it as a whole, as its values belong together."""

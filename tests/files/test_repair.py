@@ -397,6 +397,27 @@ def test_slots_that_do_not_start_at_zero_are_left_alone(make):
         assert word in change.detail
 
 
+def test_a_slot_that_cannot_be_read_is_left_alone(make):
+    """The others of its optimizer are reset."""
+    adam = {"optimizer": {"class_name": "Adam", "config": {}}}
+    path = make.keras(config={**make.CONFIG, "compile_config": adam})
+    with zipfile.ZipFile(path) as archive:
+        archive.extract("model.weights.h5", make.folder)
+        config = archive.read("config.json")
+    with h5py.File(make.folder / "model.weights.h5", "r+") as file:
+        file["optimizer/vars/2"] = np.full(4, np.nan)
+        outside = [(str(make.folder / "raw.bin"), 0, 32)]
+        file.create_dataset("optimizer/vars/3", (4,), "f8", external=outside)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", config)
+        archive.write(make.folder / "model.weights.h5", "model.weights.h5")
+    report = repair(path, overwrite=True)
+    reset, left = report.changes
+    assert (reset.path, reset.status) == ("optimizer/2", "done")
+    assert (left.path, left.status) == ("optimizer/3", "skipped") and "not read" in left.detail
+    assert not report.ok and not (make.folder / "raw.bin").exists()
+
+
 def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
     """Keras saves such slots twice; both copies and the scale are repaired."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
