@@ -16,7 +16,7 @@ from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
-from keras_nanguard._files.repair_arrays import Repair, by_name
+from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
 from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._files.scan import scan_contents
@@ -38,7 +38,10 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     def initial(array: Any) -> NDArray[Any]:
         if array.who.role != "slot":
             return keras_layers.initial_value(model, array.variable)
-        return keras_variables.read(starts(array.owner)[id(array.variable)])
+        first = starts(array.owner).get(id(array.variable))
+        if first is None:
+            raise NotRepaired("a new optimizer of this configuration has other slots")
+        return keras_variables.read(first)
 
     def replace(array: Any, values: NDArray[Any]) -> None:
         array.variable.assign(np.array(values))

@@ -311,6 +311,8 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
     if not slots:
         raise NotDoneError("no slot is bad" if p["scope"] == "bad" else "there is no slot")
     first = _first_slots(run)
+    if any(id(variable) not in first for variable in slots):
+        raise NotDoneError("a new optimizer of this configuration has other slots")
     write_all([(variable, first[id(variable)]) for variable in slots])
     return Done(f"{len(slots)} slots reset")
 

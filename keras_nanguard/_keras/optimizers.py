@@ -58,9 +58,13 @@ def fresh_like(optimizer: Any) -> Any:
 
 def first_values(optimizer: Any) -> dict[int, Any]:
     """Return by the `id` of each slot the variable with its first value: the slot of a new
-    optimizer of the same configuration, and for a moving average the weight."""
-    fresh = zip(optimizer.variables, fresh_like(optimizer).variables, strict=True)
-    return {id(slot): first for slot, first in (*fresh, *averages_of(optimizer))}
+    optimizer of the same configuration, and for a moving average the weight.
+
+    A new one has other slots if its class has a setting that its configuration lacks. Then no first
+    value is known."""
+    slots, fresh = optimizer.variables, fresh_like(optimizer).variables
+    pairs = zip(slots, fresh) if len(slots) == len(fresh) else ()
+    return {id(slot): first for slot, first in (*pairs, *averages_of(optimizer))}
 
 
 def is_loss_scaled(optimizer: Any) -> bool:

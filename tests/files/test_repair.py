@@ -434,6 +434,30 @@ def test_both_copies_of_a_loss_scale_optimizer_are_repaired(keras, tmp_path):
     assert scan(loaded).ok
 
 
+def test_slots_that_the_configuration_of_an_optimizer_does_not_describe(keras):
+    """They are left alone, as their first values are unknown; weights are repaired."""
+
+    class Counting(keras.optimizers.SGD):
+        counts = False
+
+        def build(self, variables):
+            super().build(variables)
+            self.seen = [self.add_variable((), name="seen")] if self.counts else []
+
+    optimizer = Counting(0.1, momentum=0.9)
+    optimizer.counts = True
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="d")])
+    model.compile(optimizer, "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    for variable in (model.layers[0].bias, optimizer.variables[2]):
+        variable.assign(np.full(variable.shape, np.nan))
+    report = repair(model, weights="initial")
+    done = {change.path for change in report.done}
+    assert len(done) == 1 and done.pop().endswith("d/bias")
+    skipped = [change.detail for change in report.changes if change.status == "skipped"]
+    assert skipped and all("a new optimizer of this configuration has other slots" in text for text in skipped)
+
+
 def test_a_live_model_is_repaired_in_place(nested, task):
     """Statistics become initial values, slots those of a fresh optimizer; nothing else changes."""
     model = nested()

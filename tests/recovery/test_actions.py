@@ -129,6 +129,22 @@ def test_later_steps_of_an_execution(action, refused, remembered):
     assert (guard.session.run.counts.refused, known.seen[-1]) == (refused, remembered)
 
 
+class Counting(keras.optimizers.Adam):
+    """Has a slot that depends on an attribute which its configuration lacks."""
+
+    counts = False
+
+    def build(self, variables):
+        super().build(variables)
+        self.seen = [self.add_variable((), name="seen")] if self.counts else []
+
+
+def counting():
+    optimizer = Counting(0.01)
+    optimizer.counts = True
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("action", "build", "reason"),
     [
@@ -137,6 +153,7 @@ def test_later_steps_of_an_execution(action, refused, remembered):
         ("reset_batchnorm", lambda: _linear(), "the model has no BatchNormalization"),
         ("reset_slots", None, "no slot is bad"),
         ({"reset_slots": {"scope": "all"}}, lambda: zoo.plain("sgd"), "there is no slot"),
+        ({"reset_slots": {"scope": "all"}}, lambda: zoo.plain(counting()), "a new optimizer of this configuration has"),
         ({"call": {"function": "fails"}}, None, "ZeroDivisionError: division by zero"),
         ({"call": {"function": "other"}}, None, "fails"),
     ],
