@@ -26,13 +26,13 @@ from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.changes import Start
+from keras_nanguard._diagnose.configuration import negative_loss
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
 from keras_nanguard._diagnose.facts import (
     RunView,
     committed_site,
     growth,
     known,
-    negative_loss,
 )
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import data_sentences, sentences

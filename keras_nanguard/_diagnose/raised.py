@@ -13,7 +13,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
-from keras_nanguard._diagnose.facts import targets_by_loss
+from keras_nanguard._diagnose.configuration import targets_by_loss
 from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 

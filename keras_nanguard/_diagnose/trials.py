@@ -28,8 +28,8 @@ from keras_nanguard._diagnose.changes import (
     restore,
     standardized,
 )
+from keras_nanguard._diagnose.configuration import negative_loss, targets_by_loss
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault, distinct
-from keras_nanguard._diagnose.facts import negative_loss, targets_by_loss
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_nanguard import NanGuard
-from keras_nanguard._diagnose.facts import optimizer_facts
+from keras_nanguard._diagnose.configuration import optimizer_facts
 from keras_nanguard._diagnose.written import MODERATE, PROVEN, must_stay_finite
 
 
