@@ -85,9 +85,6 @@ change but does not (BatchNormalization statistics, zero gradients).
 CAUSES: tuple[str, ...] = get_args(Cause)
 """The closed list of causes; docs/causes.md has a paragraph on each."""
 
-NAMES_DATA = ("input_nonfinite", "target_nonfinite", "input_scale")
-"""Causes whose culprit may be an array of the batch."""
-
 FaultSite = Literal[
     "inputs", "targets", "loss", "gradients", "weights", "statistics", "slots", "loss_scale"
 ]
@@ -111,3 +108,7 @@ HINTS: dict[str, str] = _FILE["hints"]
 def causes_with(name: str) -> frozenset[str]:
     """Return the causes whose table has a property, such as `rate`."""
     return frozenset(cause for cause, table in CAUSE_WORDS.items() if table.get(name))
+
+
+NAMES_DATA = causes_with("data")
+"""Causes whose culprit may be an array of the batch."""

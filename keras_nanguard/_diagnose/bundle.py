@@ -32,6 +32,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
+from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import RunView
@@ -132,7 +133,7 @@ def _saved_state(folder: Path, run: RunView, incident: Incident, left: int) -> S
     left -= _save(folder / "state.npz", state)
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
     start = run.ring.start
-    if cause in ("divergence", "input_scale") and start is not None and start.at_hand:
+    if cause in causes_with("start") and start is not None and start.at_hand:
         first = [start.value(v) for v in variables]
         first = [now if old is None else old for old, now in zip(first, state)]
         if sum(a.nbytes for a in first) <= left:

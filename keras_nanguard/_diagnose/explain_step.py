@@ -22,6 +22,7 @@ from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import decide
@@ -174,7 +175,7 @@ class Explainer:
         """
         rows: tuple[int, ...] = ()
         seen = known.evidence
-        if report is not None and known.cause in ("input_nonfinite", "target_nonfinite"):
+        if report is not None and known.cause in NAMES_DATA & causes_with("batch"):
             e = Case(step_of(self.run), report.batch, Evidence()).with_batch().evidence
             found = (*e.batch.inputs_bad, *e.batch.targets_bad)
             rows = distinct(part.rows for part in found)

@@ -23,7 +23,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.data import ARGUMENTS, argument_path
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Diagnosis, Finding, Outcome
-from keras_nanguard._core.literals import SITES
+from keras_nanguard._core.literals import NAMES_DATA, SITES, causes_with
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.snapshots import Ring, Snapshot
 from keras_nanguard._fit.steps import Rerun
@@ -126,7 +126,7 @@ class Agreement:
             rows: Mapping[int, Sequence[int]] = {rank: chosen.samples}
             if spreads and report is not None:
                 rows = _by_process(report, chosen.samples, rank)
-            of_batch = chosen.cause.startswith(("input", "target"))
+            of_batch = chosen.cause in NAMES_DATA | causes_with("batch")
             place = _located(chosen.culprit_shown if of_batch else "batch", rows)
             chosen = replace(chosen, evidence=(f"{place}.", *chosen.evidence))
         return chosen, ours
