@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.evidence import evidence_of
+from support.evidence import changed, evidence_of
 
 from keras_nanguard import Finding
 from keras_nanguard._core.history import JUMP, RISE, Growth
@@ -516,6 +516,8 @@ INPUT_SCALE = {
     "one row, after gradients that have grown": (overflowing(norms=(1.0, 1e3)), replace(GREW, culprit="d/kernel")),
     "one row of two": (overflowing(count=2), replace(UNSCALED, samples=(3,))),
     "no history": (overflowing(losses=(), norms=()), replace(UNSCALED, samples=(3,))),
+    "one row, and the smallest norm that overflows": (changed(overflowing(), gradient_norm=1e15), replace(UNSCALED, samples=(3,))),
+    "one row, and a smaller norm": (changed(overflowing(), gradient_norm=below(1e15)), replace(GREW, culprit="d/kernel")),
     "huge inputs": (bad(origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge targets": (bad(origin=OVERFLOW, inputs=(spread(),), targets=(spread("targets", 1e4),)), replace(UNSCALED, culprit="targets")),
     "huge inputs in bfloat16, which has the range of float32": (
@@ -646,3 +648,17 @@ def test_how_a_value_became_nonfinite(where, expected):
 ])  # fmt: skip
 def test_what_has_grown(grew, expected):
     assert evidence_of(growth=grew).grown() is expected
+
+
+def test_what_was_not_measured():
+    """Nothing is bad by default, no row is there, and no weight decays."""
+    e = evidence_of()
+    assert (e.step, e.state_fresh, e.batch.count, e.largest) == (0, False, 0, Spread("", 0.0, 0.0, 0.0))
+    assert (ADAM.scaled, ADAM.own, ADAM.shrinks) == (False, False, 1.0)
+    assert replace(ADAM, settings={"weight_decay": 0.5}).shrinks == 1.0 - 1e-3 * 0.5
+
+
+@pytest.mark.parametrize(("count", "most"), [(0, 1), (1, 1), (7, 1), (8, 2), (16, 4)])
+def test_a_quarter_of_the_rows_are_few(count, most):
+    """One row always is; none is not."""
+    assert [n for n in range(6) if evidence_of(count=count).few(range(n))] == [*range(1, most + 1)]
