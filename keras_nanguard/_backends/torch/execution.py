@@ -16,7 +16,7 @@ from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Decision, Judged, Observed, judge, read_update
+from keras_nanguard._backends.torch.judging import Judged, Observed, Ruling, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
 from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._backends.torch.raised import is_numeric
@@ -99,14 +99,14 @@ class StepRun:
         """
         outputs, raised = self._run_body()
         judged = self.judged_in_body or self._judge(outputs, raised)
-        if judged.decision is Decision.CHECK:
+        if judged.ruling is Ruling.CHECK:
             judged = self._judge(outputs, raised)
         learned = self._lesson.learned(judged, self.updates, self._watch.continues)
         reports: list[Report] = []
-        if judged.decision is Decision.REFUSE:
+        if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 reports.append(self._report(judged))
-        if judged.decision is Decision.REFUSE and self.run.refuses:
+        if judged.ruling is Ruling.REFUSE and self.run.refuses:
             return outputs, self._refuse(judged.verdict), learned, reports
         return outputs, *self._commit(judged, learned), reports
 
@@ -157,8 +157,8 @@ class StepRun:
             self.keeps_undo = self.body.may_undo_update
         if self.run.refuses and not self.keeps_undo and self.judged_in_body is None:
             self.judged_in_body = self._judge(None, raised=False)
-            self.keeps_undo = self.judged_in_body.decision is Decision.CHECK
-        if self.judged_in_body is None or self.judged_in_body.decision is not Decision.REFUSE:
+            self.keeps_undo = self.judged_in_body.ruling is Ruling.CHECK
+        if self.judged_in_body is None or self.judged_in_body.ruling is not Ruling.REFUSE:
             self._update(record)
         else:
             self._watch.begin()  # the body may continue

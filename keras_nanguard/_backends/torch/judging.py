@@ -1,4 +1,4 @@
-"""The verdict on a step on PyTorch: the numbers, and the decision."""
+"""The verdict on a step on PyTorch: the numbers, and what follows from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 
 
-class Decision(IntEnum):
-    """A decision about a step, the most careful first."""
+class Ruling(IntEnum):
+    """What happens to a step, the most careful first."""
 
     REFUSE = 0
     CHECK = 1
@@ -110,7 +110,7 @@ class Judged:
 
     Attributes:
         observed: what was judged.
-        decision: the decision.
+        ruling: what happens to the step.
         keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
@@ -121,7 +121,7 @@ class Judged:
     """
 
     observed: Observed
-    decision: Decision
+    ruling: Ruling
     keeps_undo: bool
     verdict: Verdict
     own: Verdict
@@ -171,11 +171,11 @@ def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreeme
     if observed.has_trials and is_finite and not math.isfinite(squares):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
     own = _verdict(observed, read, squares, {**norms, **previous} if left_by_previous else norms)
-    decision, keeps_undo = _decision(observed, read, own), learned.continues is not False
+    ruling, keeps_undo = _ruling(observed, read, own), learned.continues is not False
     verdict = own
     if agreement.count > 1:
-        decision, keeps_undo, verdict = _agreed(decision, keeps_undo, own, agreement)
-    decided = decision, keeps_undo, verdict, own
+        ruling, keeps_undo, verdict = _agreed(ruling, keeps_undo, own, agreement)
+    decided = ruling, keeps_undo, verdict, own
     return Judged(observed, *decided, gradients, written, left_by_previous, constants)
 
 
@@ -225,28 +225,28 @@ def _verdict(
     )
 
 
-def _decision(observed: Observed, read: Mapping[str, Sequence[float]], own: Verdict) -> Decision:
+def _ruling(observed: Observed, read: Mapping[str, Sequence[float]], own: Verdict) -> Ruling:
     finite = own.finite and not observed.raised
     if not rules.may_commit(rules.NUMBERS, finite, read["scales"]):
-        return Decision.REFUSE
+        return Ruling.REFUSE
     # Gradients whose squares overflow are so large that the update may overflow, too.
     overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-    return Decision.CHECK if overflows and not observed.updated else Decision.COMMIT
+    return Ruling.CHECK if overflows and not observed.updated else Ruling.COMMIT
 
 
 def _agreed(
-    decision: Decision, keeps_undo: bool, own: Verdict, agreement: Agreement
-) -> tuple[Decision, bool, Verdict]:
-    """Return the most careful decision of all processes, whether one of them keeps old values, and
+    ruling: Ruling, keeps_undo: bool, own: Verdict, agreement: Agreement
+) -> tuple[Ruling, bool, Verdict]:
+    """Return the most careful ruling of all processes, whether one of them keeps old values, and
     the means of their verdicts.
     """
-    careful = [decision is Decision.REFUSE, decision is Decision.CHECK]
+    careful = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK]
     flags = [*careful, keeps_undo, agreement.has_news]
     sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
     *careful, keeps_undo, news = (number > 0 for number in sums[:4])
     agreement.news = news
     means = (number / agreement.count for number in sums[4:])
-    agreed = Decision([*careful, True].index(True))
+    agreed = Ruling([*careful, True].index(True))
     return agreed, keeps_undo, Verdict.of((0.0, *means, 0.0, 0.0))
 
 
