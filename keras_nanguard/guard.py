@@ -253,7 +253,7 @@ class NanGuard(keras.callbacks.Callback):
         plan = self.params or {}
         self._attached.begin(plan)
         self._print_policy_warnings()
-        self._attached.session.start.begin(self._resumed_from(plan.get("steps")))
+        self._attached.resume(self._resumed_from(plan.get("steps")))
 
     def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
@@ -305,7 +305,7 @@ class NanGuard(keras.callbacks.Callback):
         if self._attached is not None and self.session is not None:
             self.session.start.restore_at_once()
             self._attached.warn_unless_begun()
-            self.session.finished = True
+            self.session.finish()
             self._log.reporter.end(self.session.run.counts)
         self._detach()
 
@@ -521,6 +521,7 @@ def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
     if guard.session is not None:  # of an earlier fit, or of another compile()
         guard.session.end()
     guard.session = guard._session(model)
-    guard.session.finished = True  # unless a step raises: the end of its loop is unknown
-    made = guard.session.run.access = attachment(model, guard.session)
+    guard.session.finish()  # unless a step raises: the end of its loop is unknown
+    made = attachment(model, guard.session)
+    guard.session.run.attach(made)
     made.make_with(make)

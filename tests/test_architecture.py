@@ -240,15 +240,35 @@ def test_a_cause_has_all_that_its_recipe_names(name, what):
 # Who changes what
 
 
-def test_the_counts_are_changed_by_their_methods_only():
-    targets = [
-        (path.name, ast.unparse(node))
-        for path in modules().values()
-        for node in ast.walk(ast.parse(text(path)))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    ]
-    assert any(target == "self.counts" for _, target in targets)
-    assert [target for target in targets if re.search(r"\bcounts\.", target[1])] == []
+OWNERS = ("agreement", "counts", "history", "monitors", "recovery", "replay", "ring", "run", "session", "start")
+"""Names of the objects with the facts of a run, wherever the package has one of them."""
+
+
+def changed_from_outside(code: str) -> list[str]:
+    """Return what code sets or deletes in one of these objects, outside of the class of the object."""
+    changed = []
+    for node in ast.walk(ast.parse(code)):
+        target = node
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        stores = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)) and isinstance(target, ast.Attribute)
+        if stores and ast.unparse(target.value).split(".")[-1].lstrip("_") in OWNERS:
+            changed.append(ast.unparse(node))
+    return changed
+
+
+@pytest.mark.parametrize("line", ["run.stopped = True", "self._run.counts.step += 1", "run.due[name] = 3", "a, session.start.epochs = 1, 2", "del run.created"])
+def test_a_change_from_outside_is_found(line):
+    assert changed_from_outside(line)
+
+
+def test_a_new_run_or_one_of_its_own_attributes_is_no_change_from_outside():
+    assert changed_from_outside("self.run = run = Run()\nself.created = guard.session = None\nmodel.stop_training = run.stopped") == []
+
+
+def test_the_facts_of_a_run_are_changed_by_methods_of_their_owner_only():
+    """Elsewhere in the package they are read."""
+    assert {path.name: found for path in modules().values() if (found := changed_from_outside(text(path)))} == {}
 
 
 # The paths of a step

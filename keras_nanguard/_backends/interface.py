@@ -293,8 +293,8 @@ class Agreement(Protocol):
     count: int
     """Number of processes."""
 
-    news: bool
-    """Whether any process has findings between two steps, according to the last step."""
+    def hear(self, news: bool) -> None:
+        """Note whether any process has findings between two steps, according to this step."""
 
     @property
     def has_news(self) -> bool:
@@ -316,14 +316,17 @@ class Run(Protocol):
 
     model: Any
 
-    stopped: bool
-    """Whether the policy has ended training."""
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy has ended training."""
 
-    state_replaced: bool
-    """Whether the state was replaced since this was last set to `False`."""
+    @property
+    def replacements(self) -> int:
+        """Number of times so far that an action has replaced the state."""
 
-    rebuilds: int
-    """Number of changes so far of something that is built into the step."""
+    @property
+    def rebuilds(self) -> int:
+        """Number of changes so far of something that is built into the step."""
 
     @property
     def access(self) -> StateAccess:

@@ -165,23 +165,34 @@ class History:
     """The measurements of the last good steps that no rollback has undone, and the first few.
 
     Attributes:
+        statistics, updated: the sums over the moving statistics, and over weights and slots, in the
+            last good step (see `Verdict`), whether it was undone or not.
         undone: step and loss of the steps that the last rollback has undone.
         weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
     """
 
-    __slots__ = ("_first", "_recent", "undone", "weights")
+    __slots__ = ("_first", "_recent", "statistics", "undone", "updated", "weights")
 
     def __init__(self) -> None:
         self._first: list[Measured] = []
         self._recent: deque[Measured] = deque(maxlen=LONG)
+        self.statistics = self.updated = 0.0
         self.weights: dict[int, tuple[float, float]] = {}
         self.undone: list[tuple[int, float]] = []
 
-    def push(self, step: int, loss: float, squares: float, scale: float) -> None:
-        """Store one good step: its loss, half the sum of squares of its gradients, its loss scale.
-
-        This runs in every step.
+    def push(
+        self,
+        step: int,
+        loss: float,
+        squares: float,
+        scale: float,
+        statistics: float,
+        updated: float,
+    ) -> None:
+        """Store one good step: its loss, half the sum of squares of its gradients, its loss scale,
+        and its sums over the state. This runs in every step.
         """
+        self.statistics, self.updated = statistics, updated
         measured = Measured(step, loss, squares, scale)
         self._recent.append(measured)
         if step < START_STEPS:

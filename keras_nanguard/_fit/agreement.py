@@ -55,6 +55,10 @@ class Agreement:
     def _exchange(self, value: Any, what: str) -> list[Any]:
         return [value] if self.count == 1 else processes.exchange(value, what)
 
+    def hear(self, news: bool) -> None:
+        """Note whether any process has findings between two steps, according to this step."""
+        self.news = news
+
     @property
     def has_news(self) -> bool:
         """Whether this process has stored findings that it has not yet shared with the others."""

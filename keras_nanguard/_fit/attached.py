@@ -24,6 +24,7 @@ from keras_nanguard._fit.callbacks import (
     numbers,
 )
 from keras_nanguard._fit.log import Reporter
+from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, current_callback_list
@@ -55,7 +56,7 @@ class Attached:
         self.session, self._reporter = session, reporter
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
-        session.run.access = self._attachment
+        session.run.attach(self._attachment)
         self._attachment.attach(self._in_use)
         self.fit = Fit(
             current_callback_list(),
@@ -96,10 +97,14 @@ class Attached:
         self._plan = {name: int(plan[name]) for name in names if plan.get(name) is not None}
         self.fit.begin()
         callbacks = current_callback_list()
-        self.session.callbacks_deferred = callbacks_deferred(callbacks)
+        self.session.begin_fit(callbacks_deferred(callbacks))
         hide_from_progress_bar(callbacks)
-        self.session.start.epochs = epochs = self._plan.get("epochs")
-        self.session.run.recorder.note(epochs=epochs, steps_per_epoch=self._plan.get("steps"))
+        epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
+        self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
+
+    def resume(self, resumed: Resumed | None) -> None:
+        """Start the fit from a snapshot, if there is one."""
+        self.session.start.begin(resumed, self._plan.get("epochs"))
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch before other callbacks do, and restore the state to resume from, if its
@@ -212,9 +217,8 @@ class Attached:
 
     def _announce(self, site: Site, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""
-        recovery = self.session.run.recovery
         if self.training and not findings and processes.count() == 1:  # others may not have it
-            recovery.policy_state = recovery.policy_state.with_good_result(site)
+            self.session.run.recovery.count_good_result(site)
         if findings:
             run, says = self.session.run, bool(self._reporter.verbose)
             diagnosis = None

@@ -359,11 +359,11 @@ class Incidents:
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
         run = self._run
-        decision, state = decide(run.policy, run.recovery.policy_state, incident)
+        decision, counted = decide(run.policy, run.recovery.policy_state, incident)
         if self._is_of_batch(incident, decision, report):
             incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
-            decision, state = decide(run.policy, run.recovery.policy_state, incident)
-        run.recovery.policy_state = state
+            decision, counted = decide(run.policy, run.recovery.policy_state, incident)
+        run.recovery.decided(counted)
         return incident.with_(decision=decision)
 
     def _is_of_batch(self, incident: Incident, decision: Decision, report: Report | None) -> bool:
@@ -427,17 +427,18 @@ class Incidents:
         run, decision = self._run, incident.decision
         assert decision is not None
         outcomes = run.agreement.outcomes(response.outcomes)
-        run.stopped |= decision.terminal
-        run.failed |= any(a.get("log_worst_metrics", False) for a in decision.actions)
-        run.recovery.policy_state = run.recovery.policy_state.performed(outcomes)
+        if decision.terminal:
+            run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
+        run.recovery.performed({outcome.action: outcome.status for outcome in outcomes})
         run.recording.actions(outcomes)
         if response.rerun is not None and self.replay.rollbacks:
-            self.replay.pending = response.rerun  # its steps reach the poles again
+            self.replay.continue_with(response.rerun)  # its steps reach the poles again
         else:
             if response.rerun is not None:
                 outcomes = self._replay_undone(response.rerun, incident.with_(outcomes=outcomes))
             outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
-        run.state_replaced |= response.state_replaced
+        if response.state_replaced:
+            run.count_replacement()
         run.plan_changes()
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)

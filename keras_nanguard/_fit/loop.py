@@ -53,14 +53,14 @@ def _remedy(given: Any) -> str:
 @contextlib.contextmanager
 def watching(session: Session, reporter: Reporter, resumed: Resumed | None) -> Iterator[None]:
     """Return a context for a loop, which may resume, and ends with the table of its incidents."""
-    session.start.resuming = resumed
+    session.start.begin(resumed)
     if resumed is not None:
         reporter.line(resumed.sentence())
     try:
         with loop_step().watching():
             yield
         session.start.restore()  # if the loop had no steps left
-        session.finished = True
+        session.finish()
     finally:
         try:
             reporter.line(session.bad_rows.line())
@@ -84,9 +84,8 @@ def guarded(
     def step(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         session = running()
         run, called = session.run, of_loop(session)
-        if run.access is not called:  # a replay would run the batches of the other function
-            run.recent.restart()
-            run.access = called
+        if run.access is not called:
+            run.attach(called)
             called.follow()
         returned: Returned = called(*args, **kwargs)
         return returned

@@ -162,9 +162,9 @@ class Monitors:
 
     Attributes:
         due: step of the next check.
-        ceiling: sum over the moving statistics of a step (`Run.statistics`) above which the next
-            check runs at once.
-        highest: the same for weights and slots (`Run.updated`).
+        ceiling: sum over the moving statistics of a step (`History.statistics`) above which the
+            next check runs at once.
+        highest: the same for weights and slots (`History.updated`).
     """
 
     def __init__(self) -> None:
@@ -185,8 +185,9 @@ class Monitors:
         """
         step = run.step
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
-        self.ceiling = max(abs(run.statistics), least) * LEAP
-        is_huge, self.highest = abs(run.updated) > HUGE, max(abs(run.updated) * LEAP, HUGE)
+        self.ceiling = max(abs(run.history.statistics), least) * LEAP
+        updated = abs(run.history.updated)
+        is_huge, self.highest = updated > HUGE, max(updated * LEAP, HUGE)
         norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
         self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
         self._seen = step

@@ -16,7 +16,7 @@ from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
-from keras_nanguard._fit.rates import Lowering, Rate
+from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.rollback import ActionContext
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
@@ -173,12 +173,8 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if rebuild:
         run.rebuild(undo)
     diverged = any(f.kind == "divergence" for f in incident.findings)
-    diverged |= run.recovery.lowering.diverged or "divergence" in incident.causes
-    run.recovery.lowering = Lowering(
-        diverged=diverged,
-        at=run.counts.committed,
-        recover_after=0 if diverged else p["recover_after"],
-    )
+    diverged |= "divergence" in incident.causes
+    run.recovery.lowered(run.counts.committed, diverged, p["recover_after"])
     rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
     return Done(f"learning rate of {rates}", lowered=changed)
 
@@ -234,7 +230,7 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
         write_all([(scale, np.float32(after)), (counter, fresh)])
         doubling = f", doubling after {growth} good steps" if growth else ""
         changed.append(f"loss scale {before:g} -> {after:g}{doubling}")
-    run.recovery.scale_bounds = (bounds.floor, bounds.ceiling)
+    run.recovery.bound_scale(bounds.floor, bounds.ceiling)
     return Done(", ".join(changed))
 
 
@@ -364,7 +360,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
             share = f"{rate.factor:.3g} times the configured rate"
             changed.append(f"{which} stays at {lowered}, {share}")
     if restore:
-        run.recovery.lowering = run.recovery.lowering.replaced(recover_after=0)
+        run.recovery.keep_rates()
     return changed
 
 

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.json_records import Whole
+from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
@@ -50,6 +51,20 @@ class Recovery:
     def active(self) -> bool:
         """Whether there is something to do after each good step."""
         return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
+
+    # The counts of the policy
+
+    def decided(self, counted: PolicyState) -> None:
+        """Continue with the state in which a decision has counted its incident."""
+        self.policy_state = counted
+
+    def performed(self, status: Mapping[str, str]) -> None:
+        """Note the status of each outcome by its action."""
+        self.policy_state = self.policy_state.performed(status)
+
+    def count_good_result(self, site: Site) -> None:
+        """Note a result of this site that is finite."""
+        self.policy_state = self.policy_state.with_good_result(site)
 
     # Settings of the optimizers
 
@@ -185,6 +200,22 @@ class Recovery:
 
     # Changes that continue over several steps
 
+    def lowered(self, committed: int, diverged: bool, recover_after: int) -> None:
+        """Note that a rate was lowered after this many committed steps. It stays lowered if that
+        was ever done because training `diverged`; else it returns after some good steps.
+        """
+        diverged |= self.lowering.diverged
+        after = 0 if diverged else recover_after
+        self.lowering = Lowering(diverged=diverged, at=committed, recover_after=after)
+
+    def keep_rates(self) -> None:
+        """Let the rates stay as they are: they were set back, or training has ended."""
+        self.lowering = self.lowering.replaced(recover_after=0)
+
+    def bound_scale(self, floor: float, ceiling: float) -> None:
+        """Keep the loss scale within these bounds."""
+        self.scale_bounds = (floor, ceiling)
+
     @property
     def lowered_at(self) -> int:
         """Number of committed steps when the rate was last lowered, 0 if it never was."""
@@ -215,7 +246,7 @@ class Recovery:
             train_state()
             for rate in self.rates.values():
                 rate.restore(1.0)
-            self.lowering = self.lowering.replaced(recover_after=0)
+            self.keep_rates()
         if self.scale_bounds is not None:
             floor, ceiling = self.scale_bounds
             for scale, _ in train_state().scales:

@@ -129,21 +129,20 @@ class Start:
 
     Attributes:
         resuming: the place to resume from, until it is restored; `None` for the current state.
-        epochs: number of epochs of the fit, if known.
     """
 
     def __init__(self, run: Run):
         self._run = run
         self.resuming: Resumed | None = None
-        self.epochs: int | None = None
+        self._epochs: int | None = None
         self._settled = False
 
-    def begin(self, resuming: Resumed | None) -> None:
-        """Begin a fit. If no step will run, the state is restored now, so that other callbacks
-        receive it.
+    def begin(self, resuming: Resumed | None, epochs: int | None = None) -> None:
+        """Begin a fit of this many epochs, if known, or a loop. If no step will run, the state is
+        restored now, so that other callbacks receive it.
         """
-        self.resuming = resuming
-        if resuming is not None and resuming.leaves_nothing_of(self.epochs):
+        self.resuming, self._epochs = resuming, epochs
+        if resuming is not None and resuming.leaves_nothing_of(epochs):
             self.settle()
 
     def settle(self, epoch: int | None = None) -> None:
@@ -157,10 +156,10 @@ class Start:
         if theirs is not None and theirs > resuming.epoch:
             resuming = replace(resuming, epoch=theirs, batch=0, with_state=False)
         self.resuming, self._settled = resuming, True
-        run.say(resuming.sentence(self.epochs))
+        run.say(resuming.sentence(self._epochs))
         if resuming.with_state:
             keras_fitting.begin_at(run.model, resuming.epoch)
-            if resuming.leaves_nothing_of(self.epochs):
+            if resuming.leaves_nothing_of(self._epochs):
                 self.restore_at_once()
 
     def begin_epoch(self, epoch: int) -> bool:

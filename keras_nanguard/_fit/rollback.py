@@ -238,6 +238,10 @@ class Replay:
         for variable, value in self._metrics:
             keras_variables.write(variable, value)
 
+    def continue_with(self, rerun: Rerun) -> None:
+        """Replay these steps next, before the rest of the running replay."""
+        self.pending = rerun
+
     def leave_out(self, step: int) -> None:
         """Remember that a step was refused for the state that the step before it has left; its
         incident is that of the step before.

@@ -145,16 +145,14 @@ class Run:
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.
         next_due: the earliest of these.
-        statistics, updated: the sums over the moving statistics, and over weights and slots, in the
-            last committed step (see `Verdict`).
-        began: whether the state before the first step was checked.
+        began: whether the first step has begun.
         stopped: whether the policy has ended training.
         failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
-        state_replaced: whether the state was replaced since this was last set to `False`.
+        replacements: number of times so far that an action has replaced the state.
         rebuilds: number of changes so far of something that is built into the step.
-        checks_fully: whether the next verdict is handled in full, also of a healthy step: the first
-            one of a trace, or each one of several in one execution.
+        created: the first values of the variables that were created while tracing, by `id`; `None`
+            after the first step of a trace.
     """
 
     def __init__(
@@ -184,12 +182,10 @@ class Run:
         self.ring = self._ring()
         self.due: dict[str, float] = {}
         self.next_due = inf
-        self.statistics = self.updated = 0.0
-        self.began = self.stopped = self.failed = self.state_replaced = False
-        self.checks_fully = True
-        self.rebuilds = 0
+        self.began = self.stopped = self.failed = False
+        self.replacements = self.rebuilds = 0
+        self.created: dict[int, Any] | None = {}
         self._said = set[str]()
-        self._created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
 
     def _ring(self) -> Ring:
@@ -217,6 +213,30 @@ class Run:
     def refuses(self) -> bool:
         """Whether bad steps are refused; otherwise they are only reported."""
         return self.policy.refuse
+
+    def attach(self, access: StateAccess) -> None:
+        """Run the steps from now on through this access. A replay would run the earlier batches
+        through it, too, so they are forgotten.
+        """
+        self.access = access
+        self.recent.restart()
+
+    def begin(self, resumed: int | None) -> None:
+        """Begin to record the run before its first step; `resumed` is the step of the snapshot from
+        which its state was restored, if any.
+        """
+        self.began = True
+        own = self.directory if processes.index() == 0 else None
+        self.recording.begin(self.model, own, resumed)
+
+    def stop(self, fails: bool) -> None:
+        """End training; `fails`: the epoch is to log the worst metrics."""
+        self.stopped = True
+        self.failed |= fails
+
+    def count_replacement(self) -> None:
+        """Note that an action has replaced the state."""
+        self.replacements += 1
 
     def plan(self, task: str, step: float) -> None:
         """Set the step at which a task is due, infinity for never."""
@@ -252,25 +272,25 @@ class Run:
     def read_train_state(self) -> TrainState:
         """Return the current train state of the model."""
         train_state = TrainState.of(self.model, self.optimizers)
-        self._traced = train_state if self._created is None else None
+        self._traced = train_state if self.created is None else None
         return train_state
 
     def note_created(self, native: Any, value: Any) -> None:
         """Store the first value of a backend variable that was created while tracing."""
-        if self._created is None:
-            self._created, self.checks_fully = {}, True
-        self._created[id(native)] = compact(value) if isinstance(value, np.ndarray) else value
+        if self.created is None:
+            self.created = {}
+        self.created[id(native)] = compact(value) if isinstance(value, np.ndarray) else value
         self._traced = None  # a state that was read before misses it
 
     def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
         """Return the variables that were created while tracing, each with its first value; empty
         after the first step of a trace, which `ends` it.
         """
-        created, variables = self._created or {}, list[Any]()
+        created, variables = self.created or {}, list[Any]()
         if created:
             state = self.train_state()
             variables = [*state.everything, *state.metrics]
-        self._created = None if ends else self._created
+        self.created = None if ends else self.created
         return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 
     def scan(self, before: bool = False) -> list[Finding]:

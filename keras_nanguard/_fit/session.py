@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -44,8 +44,6 @@ class Session:
         finished: whether the fit has ended normally, or the steps without a fit so far.
         start: from which state the run starts.
         guard_state: the changes of the policy at the end of the fit.
-        callbacks_deferred: whether callbacks run in another thread, so that they cannot act before
-            the next step.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Session:
         self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
         self.incidents = Incidents(run, report, explain, bad_rows, self.after)
         self.tasks = Tasks(run, self.incidents)
-        self.callbacks_deferred = self.finished = False
+        self.finished = self._deferred = False
         self.start = Start(run)
         self.guard_state: GuardState | None = None
         self._generators: Any = None
@@ -67,9 +65,7 @@ class Session:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is due before the next execution, as is not for healthy steps but the
-        first.
-        """
+        """Whether anything is due before the next execution. For most healthy steps nothing is."""
         return self._has_to_act or bool(self.run.recovery.rates)
 
     @property
@@ -77,14 +73,15 @@ class Session:
         """Whether more is due than to keep lowered rates."""
         run = self.run
         starts = not run.began or self.start.resuming is not None or self._generators is not None
-        changes = run.checks_fully or run.recovery.recalibration is not None
-        return starts or run.stopped or changes or run.counts.skip_batches > 0
+        traces = run.created is not None or run.access.transaction.counted
+        changes = run.stopped or run.recovery.recalibration is not None
+        return starts or traces or changes or run.counts.skip_batches > 0
 
     @property
     def may_run_ahead(self) -> bool:
         """Whether a healthy next step would only have to be counted."""
         run = self.run
-        healthy = self.callbacks_deferred and not run.counts.idle
+        healthy = self._deferred and not run.counts.idle
         return healthy and not self._has_to_act and run.step + 1 < run.next_due
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
@@ -125,6 +122,12 @@ class Session:
         if earlier.guard_state is not None:
             self.run.adopt(earlier.guard_state, write=False)
 
+    def begin_fit(self, deferred: bool) -> None:
+        """Begin a fit; `deferred`: its callbacks run in another thread, so that they cannot act
+        before the next step.
+        """
+        self._deferred = deferred
+
     def begin_epoch(self, epoch: int) -> None:
         """Begin counting an epoch. The learning rate is recorded after the next step."""
         run, step = self.run, self.run.step
@@ -142,12 +145,7 @@ class Session:
     def _begin(self) -> None:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
         run, resumed = self.run, self.start.restore()
-        run.began = True
-        run.recording.begin(
-            run.model,
-            run.directory if processes.index() == 0 else None,
-            resumed.record.step if resumed and resumed.with_state else None,
-        )
+        run.begin(resumed.record.step if resumed and resumed.with_state else None)
         self.say_problem()
         tolerated = run.state_check.tolerate(run.train_state(), run.model)
         run.access.transaction.tolerate(tolerated)
@@ -176,7 +174,8 @@ class Session:
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict
         total = loss + gradients + statistics + weights + slots
         bad = refused or not (isfinite(total) and 0.0 < scale < inf)
-        if bad or run.checks_fully or run.agreement.news:
+        news = run.agreement.news or run.created is not None
+        if bad or news or run.access.transaction.counted:
             if run.agreement.all_see(verdict):
                 self._attend(verdict)
                 return False
@@ -202,17 +201,16 @@ class Session:
             run.counts.advance()
             if run.agreement.news:
                 self.incidents.handle(incident_of(run, run.agreement.pick_up()))
-        run.checks_fully = run.access.transaction.counted
         self._run_due()
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution or raise their incidents, given its last verdict."""
         run, transaction, counts = self.run, self.run.access.transaction, self.run.counts
         first, end = counts.step, counts.step + (last_row.step + 1 - counts.step) % PERIOD
-        run.state_replaced = False
+        replacements = run.replacements
         reports = {report.verdict.step: report for report in transaction.take_reports()}
         for verdict in transaction.verdicts(first, end):
-            if run.state_replaced or run.stopped:  # later steps ran on a state that was replaced
+            if run.replacements > replacements or run.stopped:  # later steps ran on another state
                 counts.refuse(end - counts.step)
                 for refused in range(counts.step, end):
                     run.recorder.push(refused, nan, nan, nan, REFUSED)
@@ -248,11 +246,11 @@ class Session:
         run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.commit()
-        run.history.push(step, loss, gradients, scale)
+        updated = verdict.weights + verdict.slots
+        run.history.push(step, loss, gradients, scale, verdict.statistics, updated)
         run.recorder.push(step, loss, gradients, scale)
         run.recent.push(step, run.access.transaction.given)
-        run.statistics, run.updated = verdict.statistics, verdict.weights + verdict.slots
-        if abs(run.statistics) > monitors.ceiling or abs(run.updated) > monitors.highest:
+        if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
             run.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
@@ -274,6 +272,10 @@ class Session:
                 run.plan(name, task(self.tasks))
 
     # Outside of the steps
+
+    def finish(self) -> None:
+        """Note that the fit has ended normally, or the steps without a fit so far."""
+        self.finished = True
 
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""

@@ -23,13 +23,13 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
-from keras_nanguard._core.incident import Decision, Incident, Outcome
+from keras_nanguard._core.incident import Decision, Incident
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._policy.actions import Action, Skip
 from keras_nanguard._policy.policy import RESULT_SITES, Policy
@@ -180,10 +180,9 @@ class PolicyState(Record):
             found[name] = tuple(earlier for earlier in recent if earlier > step - BUDGET_WINDOW)
         return self.replaced(action_steps=found)
 
-    def performed(self, outcomes: Iterable[Outcome]) -> PolicyState:
-        """Return the state after the actions were done. An action without effect is not
-        repeated."""
-        status = {outcome.action: outcome.status for outcome in outcomes}
+    def performed(self, status: Mapping[str, str]) -> PolicyState:
+        """Return the state after the actions were done; `status` is that of each outcome by action.
+        An action without effect is not repeated."""
         skipped = {name for name, what in status.items() if what == "skipped"}
         kept = {name for name in self.without_effect if status.get(name) != "done"}
         return self.replaced(without_effect=tuple(sorted(kept | skipped)))

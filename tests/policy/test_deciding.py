@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from keras_nanguard import Diagnosis, Finding, Incident, Outcome, Policy
+from keras_nanguard import Diagnosis, Finding, Incident, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import BAD_DATA, RATE_CURES, PolicyState, decide
 from keras_nanguard._policy.policy import warnings_about
@@ -190,7 +190,7 @@ def test_a_stage_that_changed_nothing_is_not_repeated():
     for step in (50, 51, 52, 53, 54, 55, 60, 61, 62):
         decision, state = decide(policy, state, bad(step))
         done.append([action["action"] for action in decision.actions])
-        state = state.performed([Outcome("lower_lr", "skipped")] if "lower_lr" in done[-1] else [])
+        state = state.performed({"lower_lr": "skipped"} if "lower_lr" in done[-1] else {})
     assert done[2] == ["rollback", "lower_lr"] and done[5] == ["rollback"]
     assert done[8] == ["rollback", "lower_lr"]
 

@@ -105,10 +105,11 @@ class ModelAttachment(attach.Attachment):
         Its own verdict is read after the next step has started, unless the host has to act first.
         """
         session, started = self.session, self._start(data, after=self.pending)
+        replacements = self.run.replacements
         if self.pending is None or (self._read_pending(last=False) and session.may_run_ahead):
             self.pending = started
             return session.logs_for_callbacks(started.computed.outputs)
-        if not self.run.state_replaced:
+        if self.run.replacements == replacements:
             finished, verdict = self._finished(started)
             if not verdict.halted:
                 session.after(verdict)
@@ -166,7 +167,6 @@ class ModelAttachment(attach.Attachment):
         """
         pending = self.pending
         assert pending is not None
-        self.run.state_replaced = False
         finished, verdict = self._finished(pending)
         self.pending = None
         return self.session.after(verdict, state_is_current=last) and finished is pending

@@ -146,7 +146,7 @@ class Judged:
 
 def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
-    here. Sets `agreement.news`.
+    here. Tells the agreement whether any process has news.
 
     Args:
         observed: what its body has done.
@@ -244,7 +244,7 @@ def _agreed(
     flags = [*careful, keeps_undo, agreement.has_news]
     sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
     *careful, keeps_undo, news = (number > 0 for number in sums[:4])
-    agreement.news = news
+    agreement.hear(news)
     means = (number / agreement.count for number in sums[4:])
     agreed = Ruling([*careful, True].index(True))
     return agreed, keeps_undo, Verdict.of((0.0, *means, 0.0, 0.0))

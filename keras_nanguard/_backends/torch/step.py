@@ -124,9 +124,9 @@ class Transaction(interface.Transaction):
         return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
-        if self.run.state_replaced:  # by a rollback, for instance
-            self.run.state_replaced = False
-            self.learned = replace(self.learned, unread={})
+        replacements = self.run.replacements
+        if replacements != self.learned.replacements:  # by a rollback, for instance
+            self.learned = replace(self.learned, unread={}, replacements=replacements)
         learned = self.learned
         replaced = self._current_optimizer is not self._optimizer
         if replaced:
@@ -175,3 +175,4 @@ class Transaction(interface.Transaction):
 
     def release_run(self) -> None:
         self.given = None
+        self.learned = replace(self.learned, unread={}, replacements=0)
