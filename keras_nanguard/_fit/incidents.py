@@ -7,9 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from keras_nanguard._backends import processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, named
 from keras_nanguard._core.history import MAX_RATE, WINDOW, level_of, onset
@@ -25,6 +23,7 @@ from keras_nanguard._core.literals import SITES, Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
+from keras_nanguard._fit.overflow import is_ordinary
 from keras_nanguard._fit.perform import Response, perform
 from keras_nanguard._fit.poles import Found, Poles
 from keras_nanguard._fit.rollback import Replay
@@ -42,12 +41,6 @@ from keras_nanguard._recording.database import OVERFLOW, REFUSED
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
-
-MUCH_HIGHER = 2.0**10
-"""Factor by which a loss scale below the floor has to be too low to be a collapse. Dynamic scaling
-takes 20,000 steps for ten doublings, and the gradients of ordinary batches differ by less.
-"""
-
 
 UPDATED = frozenset({"state", "weights", "slots"})
 """Sites that an update writes."""
@@ -166,7 +159,7 @@ class Incidents:
         if refusal == "overflow":
             run.counts.overflow()
             return
-        args, state = self._arguments(), (run.counts.committed, run.counts.rollbacks)
+        args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
         findings = self._findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         incident = self.handle(detected, report)
@@ -174,10 +167,14 @@ class Incidents:
 
     def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
         """Count the overflows in a row; return why a step was refused, in any of the processes."""
+        run = self._run
         by_previous = report is not None and report.left_by_previous
-        by_previous |= self._postponed == self._run.step - 1
-        ordinary = self._is_ordinary_overflow(verdict, report)
-        by_previous, incident = self._run.agreement.any_of(by_previous, not ordinary)
+        by_previous |= self._postponed == run.step - 1
+        overflows = bool(run.train_state().scales) and verdict.only_gradients
+        streak = run.counts.continue_streak(overflows)
+        ordinary = overflows and not _in_batch(report, run.model)
+        ordinary = ordinary and is_ordinary(run, streak, verdict.scale)
+        by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
             return "left_by_previous"
         return "incident" if incident else "overflow"
@@ -217,53 +214,6 @@ class Incidents:
             self._diverged = state
         elif not back and (is_of_data(incident) or self._diverged != state):
             run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
-
-    def _is_ordinary_overflow(self, verdict: Verdict, report: Report | None) -> bool:
-        """Count the overflows in a row; return whether dynamic loss scaling handles this one: only
-        its gradients are bad.
-
-        After a streak of such steps, or if the scale would fall below the floor, the step must
-        also be finite at the lowest loss scale.
-        """
-        run, counts, scaling = self._run, self._run.counts, self._run.policy.loss_scale
-        scaled = bool(run.train_state().scales) and verdict.only_gradients
-        streak = counts.continue_streak(scaled)
-        if not scaled or _in_batch(report, run.model):
-            return False
-        if streak == 1 and run.scan(before=True):
-            return False
-        if scaling.is_expected_overflow(streak, verdict.scale, run.history.scale):
-            return True
-        ordinary = not scaling.is_too_high(verdict.scale * 0.5, run.history.scale)
-        ordinary = ordinary and self._is_finite_at(MIN_LOSS_SCALE)
-        if ordinary:
-            counts.continue_streak(False)
-        return ordinary
-
-    def needs_low_scale(self) -> bool:
-        """Return whether the loss scale is below the floor, and the last step overflows at one that
-        is `MUCH_HIGHER`, and at least the floor.
-        """
-        run, check = self._run, self._run.policy.loss_scale
-        if not check.action:
-            return False  # then nobody asks
-        with run.access.variables_readable():
-            scales = [float(keras_variables.read(scale)) for scale, _ in run.train_state().scales]
-        low = [scale for scale in scales if MIN_LOSS_SCALE <= scale < check.floor]
-        return bool(low) and not self._is_finite_at(max(check.floor, MUCH_HIGHER * min(low)))
-
-    def _is_finite_at(self, loss_scale: float) -> bool:
-        """Return whether the last step is finite at another loss scale, as far as is known."""
-        args = self._arguments()
-        if args is None:
-            return False
-        return tried(self._run, lambda trying: trying.is_finite_at(loss_scale, args), False)
-
-    def _arguments(self) -> Any:
-        """Return the arguments of this step, `None` if they are gone or it cannot be replayed."""
-        run = self._run
-        gone = processes.count() > 1 or not run.access.can_run_again
-        return None if gone else run.last_arguments()
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""

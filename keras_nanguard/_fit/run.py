@@ -253,6 +253,13 @@ class Run:
         transaction = self.access.transaction
         return transaction.batch(transaction.given)
 
+    def arguments_to_replay(self) -> Any:
+        """Return the arguments of the last step, `None` if they are gone or it cannot be
+        replayed.
+        """
+        gone = processes.count() > 1 or not self.access.can_run_again
+        return None if gone else self.last_arguments()
+
     # The train state
 
     def train_state(self) -> TrainState:

@@ -10,6 +10,7 @@ from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
+from keras_nanguard._fit.overflow import needs_low_scale
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
 from keras_nanguard._policy.actions import ACTIONS
@@ -61,12 +62,12 @@ class Tasks:
 
     def check(self) -> float:
         """Check for finite faults."""
-        run, needed = self.run, self.incidents.needs_low_scale()
+        run, low_scale = self.run, needs_low_scale(self.run)
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
-            findings = run.agreement.between_steps(self.monitors.look(run, needed))
+            findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings:
             self.incidents.handle(incident_of(run, findings))
         return self.monitors.due
