@@ -1,16 +1,18 @@
 """One guarded run on the host.
 
-A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts, each
-with one owner; all other files read them there. The files from top to bottom:
+A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts. Each
+has one owner, whose methods change it; all others only read it (`tests/test_architecture.py`). The
+files from top to bottom:
 
     the guard     attached (in a running fit), loop (without a fit), arguments
                   log (what is printed and recorded)
     a step        session (before and after it), tasks (what is due between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
+                  overflow (which ones loss scaling handles)
                   perform (one function for each action)
                   rollback (which snapshot, replays of undone steps), poles (of schedules)
     lost runs     monitors, divergence (when to run trials), proof (what they show), trial
-    data          bad_data (bad rows), batchnorm (moving statistics)
+    data          bad_data (bad rows), batchnorm (moving statistics), lagging (do they follow?)
     callbacks     callbacks (what others receive, and results that are not finite)
     the facts     run, steps (counts, batches), recovery (policy), rates
                   snapshots, their files (snapshot_files), resume
