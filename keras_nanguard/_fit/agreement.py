@@ -89,16 +89,16 @@ class Agreement:
     def pick_up(self) -> list[Finding]:
         """Return the stored findings, once all processes have them."""
         self.news = False
-        found, self._kept = self._kept, []
-        return found
+        findings, self._kept = self._kept, []
+        return findings
 
     def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
         """Return the findings of all processes in a step; `report` has the batch of this one."""
         if self.count == 1:
             return list(findings)
         own = [asdict(finding) for finding in _with_rows(findings, report, self.rank)]
-        found = self._exchange(own, "the findings of a step")
-        return united([[Finding(**f) for f in part] for part in found])
+        messages = self._exchange(own, "the findings of a step")
+        return united([[Finding(**f) for f in message] for message in messages])
 
     def diagnosis(
         self, own: Diagnosis | None, sites: Container[str], report: Report | None
@@ -116,9 +116,9 @@ class Agreement:
         separate = [site for site in OF_ITS_OWN if site in sites]
         few = None if own is None else replace(own, samples=own.samples[:MAX_SAMPLES])
         message = [separate[:1], few and asdict(few)]
-        known = self._exchange(message, "the diagnosis of a step")
-        rank = informed([(site, (given or {}).get("cause")) for site, given in known])
-        spreads, given = current.host().SPREADS_ARRAYS, known[rank][1]
+        messages = self._exchange(message, "the diagnosis of a step")
+        rank = informed([(site, (given or {}).get("cause")) for site, given in messages])
+        spreads, given = current.host().SPREADS_ARRAYS, messages[rank][1]
         ours = rank == self.rank or spreads  # all read a spread batch
         if given is None:
             return own, ours
@@ -144,64 +144,64 @@ class Agreement:
         if self.count == 1:
             return outcomes
         own = [[o.status, o.detail[:MAX_TEXT]] for o in outcomes]
-        known = self._exchange(own, "the outcomes of the actions")
+        messages = self._exchange(own, "the outcomes of the actions")
         for number, outcome in enumerate(outcomes):
-            done = [given[number][0] == "done" for given in known]
+            done = [message[number][0] == "done" for message in messages]
             if any(done) and not all(done):
                 rank, other = done.index(True), done.index(False)
-                reason = known[other][number][1]
+                reason = messages[other][number][1]
                 received = f"done on rank {rank}, and not on rank {other}: {reason}"
                 what = f"{outcome.action} on all processes"
                 remedy = "Restart them from a checkpoint."
                 raise GuardError(expected(what, received, remedy))
-        return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, known[0]))
+        return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, messages[0]))
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
         """Return the snapshot to restore, which all processes have; `None` if there is none."""
         if self.count == 1:
             return snapshot
         steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
-        found = next((s for s in ring.snapshots if s.step == min(steps)), None)
-        able = found is not None and found.at_hand
-        return found if all(self._exchange(able, "whether the snapshot can be restored")) else None
+        common = next((s for s in ring.snapshots if s.step == min(steps)), None)
+        able = common is not None and common.at_hand
+        return common if all(self._exchange(able, "whether the snapshot can be restored")) else None
 
     def rerun(self, rerun: Rerun | None) -> Rerun | None:
         """Return the steps to replay, or `None` if a process cannot replay the same ones."""
         steps = None if rerun is None else [batch is not None for batch in rerun.batches]
-        known = self._exchange(steps, "the steps to replay")
-        return rerun if all(given == known[0] for given in known) else None
+        messages = self._exchange(steps, "the steps to replay")
+        return rerun if all(message == messages[0] for message in messages) else None
 
     def fits(self, fits: bool) -> bool:
         """Return whether a copy that all processes read together fits into memory."""
         return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
 
 
-def united(found: Iterable[Sequence[Finding]]) -> list[Finding]:
+def united(parts: Iterable[Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all processes in the order of their ranks, the first one for each
     place.
 
     A sum that all of them have is omitted if one of them has found the bad array.
     """
-    known: dict[tuple[str, str, str], Finding] = {}
-    for finding in (finding for part in found for finding in part):
-        known.setdefault((finding.site, finding.kind, finding.path), finding)
-    named = {finding.site for finding in known.values() if finding.path}
-    return [f for f in known.values() if f.path or f.site not in named]
+    by_place: dict[tuple[str, str, str], Finding] = {}
+    for finding in (finding for part in parts for finding in part):
+        by_place.setdefault((finding.site, finding.kind, finding.path), finding)
+    named = {finding.site for finding in by_place.values() if finding.path}
+    return [f for f in by_place.values() if f.path or f.site not in named]
 
 
-def informed(known: Sequence[tuple[Sequence[str], str | None]]) -> int:
+def informed(messages: Sequence[tuple[Sequence[str], str | None]]) -> int:
     """Return the rank whose diagnosis is used: the one with the most at the earliest site.
 
     Args:
-        known: for each rank the first of its own sites with a finding, if any, and its cause.
+        messages: for each rank the first of its own sites with a finding, if any, and its cause.
     """
 
     def order(rank: int) -> tuple[int, bool, int]:
-        sites, cause = known[rank]
+        sites, cause = messages[rank]
         site = SITES.index(sites[0]) if sites else len(SITES)
         return site, cause in (None, "unknown", "transient"), rank
 
-    return min(range(len(known)), key=order)
+    return min(range(len(messages)), key=order)
 
 
 def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:

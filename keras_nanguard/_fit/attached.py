@@ -202,9 +202,9 @@ class Attached:
         bad = bad_metrics(logs)
         self._announce("validation", bad)
         if self.training and not bad and self._diagnose:
-            found = self._lagging.look(self.session.run, logs, self._plan)
-            if found is not None:
-                self.session.seen_outside(*found)
+            lagging = self._lagging.look(self.session.run, logs, self._plan)
+            if lagging is not None:
+                self.session.seen_outside(*lagging)
 
     def predicted(self, logs: Any) -> None:
         """Find predictions that are not finite, of which the first ones are reported."""
@@ -212,8 +212,8 @@ class Attached:
 
     def end_predict(self) -> None:
         """Report predictions that are not finite."""
-        found, self._predicted = self._predicted, []
-        self._announce("predictions", found)
+        findings, self._predicted = self._predicted, []
+        self._announce("predictions", findings)
 
     def _announce(self, site: Site, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""

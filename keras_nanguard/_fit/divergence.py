@@ -26,7 +26,7 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Found, Lost, found
+from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, TrialResult, look_for_proof
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
 from keras_nanguard._keras import compiled as keras_compiled, variables as keras_variables
@@ -115,7 +115,7 @@ class Divergence:
             return None
         if not self._schedule.end_window(run, began):
             return None
-        result, steps = found(run, time.monotonic() - self._began + MINUTE)
+        result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
         if isinstance(result, Lost):
             self._probation = result
             return result.incident
@@ -199,7 +199,7 @@ class Schedule:
             self._lowest = losses
         return run.step >= self._looked + wait
 
-    def note(self, step: int, steps: int, result: Found, diverged: bool) -> None:
+    def note(self, step: int, steps: int, result: TrialResult, diverged: bool) -> None:
         """Note what trials took, and rest.
 
         Args:

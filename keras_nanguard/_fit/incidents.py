@@ -25,7 +25,7 @@ from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.overflow import is_ordinary
 from keras_nanguard._fit.perform import Response, perform
-from keras_nanguard._fit.poles import Found, Poles
+from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
@@ -99,7 +99,7 @@ class Explained(NamedTuple):
     incident: Incident
     report: Report | None
     evidence: Evidence | None
-    poles: Found
+    poles: Unusable
 
 
 class Incidents:
@@ -113,7 +113,7 @@ class Incidents:
 
     Args:
         run: the run.
-        report: called with each complete incident, and the learning rates that it has lowered, in
+        announce: called with each complete incident, and the learning rates that it has lowered, in
             order.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
@@ -126,12 +126,12 @@ class Incidents:
     def __init__(
         self,
         run: Run,
-        report: Callable[[Incident, Sequence[Lowered]], None],
+        announce: Callable[[Incident, Sequence[Lowered]], None],
         explain: Explainer | None,
         bad_rows: BadRows,
         after: Callable[[Verdict], object],
     ):
-        self._run, self._report_now, self._explain = run, report, explain
+        self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
         self.replay = Replay(run, self._poles, after)
         self._waiting: list[tuple[Incident, Sequence[Lowered]]] = []
@@ -253,11 +253,11 @@ class Incidents:
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
         run = self._run
-        found = self._explain.of_error(error) if self._explain is not None else None
-        if found is not None:
-            finding, diagnosis = found
+        explained = self._explain.of_error(error) if self._explain is not None else None
+        if explained is not None:
+            finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self._report(incident_of(run, [finding], run.step, **about))
+            self._publish(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -297,14 +297,14 @@ class Incidents:
         incident = self._decided(self._stored(explained), report)
         response = perform(self._run, incident, report, self.replay.rollbacks)
         incident = self._apply(response, incident, explained.poles)
-        self._report(incident, response.lowered)
+        self._publish(incident, response.lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
-        self._report(self._stored(self._explained(detected, None, Agreement())))
+        self._publish(self._stored(self._explained(detected, None, Agreement())))
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -328,15 +328,15 @@ class Incidents:
         if "divergence" in incident.causes or "state" in incident.sites or self._explain is None:
             return False
         update = "lower_lr" not in names  # else a lower rate may cure it
-        found = self._explain.is_bad_at_start(report, update)
-        return self._run.agreement.any_of(found)[0]
+        bad_at_start = self._explain.is_bad_at_start(report, update)
+        return self._run.agreement.any_of(bad_at_start)[0]
 
     def _explained(
         self, detected: Incident, report: Report | None, agreement: Agreement
     ) -> Explained:
         """Return an incident with findings and diagnosis as processes agree on them."""
-        found = agreement.findings(detected.findings, report)
-        ordered = tuple(sorted(found, key=lambda f: SITES.index(f.site)))
+        findings = agreement.findings(detected.findings, report)
+        ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident, own, evidence = detected.with_(findings=ordered), detected.diagnosis, None
         if own is None and self._explain is not None:
             own, evidence = self._explain(incident, report)
@@ -352,7 +352,7 @@ class Incidents:
         incident = incident.with_(values=values)
         return Explained(incident, report if ours else None, evidence, poles)
 
-    def _poles_of(self, incident: Incident) -> Found:
+    def _poles_of(self, incident: Incident) -> Unusable:
         """Return the poles of schedules that an incident is about.
 
         If the state was bad before the step, it is about the step that left it so. A rate that is
@@ -372,7 +372,7 @@ class Incidents:
             return incident
         return incident.with_(bundle=self._explain.bundle(incident, report, evidence))
 
-    def _apply(self, response: Response, incident: Incident, poles: Found) -> Incident:
+    def _apply(self, response: Response, incident: Incident, poles: Unusable) -> Incident:
         """Apply what the actions of an incident have done; return it with the outcomes."""
         run, decision = self._run, incident.decision
         assert decision is not None
@@ -400,7 +400,7 @@ class Incidents:
         try:
             self.replay.run(rerun)
         except BaseException:
-            self._report(incident)
+            self._publish(incident)
             raise
         after = level_of(history.last(WINDOW))
         if before is not None and after is not None:
@@ -410,11 +410,11 @@ class Incidents:
             for o in incident.outcomes
         )
 
-    def _report(self, incident: Incident, lowered: Sequence[Lowered] = ()) -> None:
-        """Report an incident; that of a replayed step waits for the one that caused the replay."""
+    def _publish(self, incident: Incident, lowered: Sequence[Lowered] = ()) -> None:
+        """Announce an incident; one of a replayed step waits for the one that caused the replay."""
         if self.replay.rollbacks:
             self._waiting.append((incident, lowered))
             return
         waiting, self._waiting = self._waiting, []
         for one in ((incident, lowered), *waiting):
-            self._report_now(*one)
+            self._announce(*one)

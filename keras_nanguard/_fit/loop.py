@@ -34,16 +34,16 @@ def guardable(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, 
             "Expected at least one optimizer. Received: none, and the model has none. "
             "Write guard.watch(model, optimizer)."
         )
-    for given in optimizers:
-        if not hasattr(given, "built"):
-            received = f"an object of type {type(given).__name__}"
-            raise GuardError(expected("an optimizer of Keras", received, _remedy(given)))
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "built"):
+            received = f"an object of type {type(optimizer).__name__}"
+            raise GuardError(expected("an optimizer of Keras", received, _remedy(optimizer)))
     return model, optimizers
 
 
-def _remedy(given: Any) -> str:
+def _remedy(received: Any) -> str:
     """Return what to pass instead of an object that is not a Keras optimizer."""
-    if isinstance(given, (list, set)) or type(given) is tuple:
+    if isinstance(received, (list, set)) or type(received) is tuple:
         return "Pass each optimizer as its own argument: guard.watch(model, first, second)."
     if loop_step().STATE_PASSES_THROUGH_STEP:
         return "Write guard.watch(model), and pass the state of the optimizer through guard.step."

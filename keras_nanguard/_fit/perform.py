@@ -373,8 +373,8 @@ def _shown(rate: Rate) -> str:
 def _call(context: ActionContext, p: Parameters) -> Done:
     name, functions = p["function"], context.run.functions
     if name not in functions:
-        known = ", ".join(sorted(functions)) or "none"
-        raise NotDoneError(f"no function is registered as {name!r} (registered: {known})")
+        names = ", ".join(sorted(functions)) or "none"
+        raise NotDoneError(f"no function is registered as {name!r} (registered: {names})")
     result = functions[name](context.incident)
     return Done("" if result is None else str(result))
 

@@ -22,7 +22,7 @@ MAX_PASSED = 10
 by the bounds of the policy.
 """
 
-Found = Mapping[int, tuple[int, float]]
+Unusable = Mapping[int, tuple[int, float]]
 """Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
@@ -33,27 +33,27 @@ class Poles:
         self._run = run
         self._known: dict[int, set[int]] = {}
 
-    def find(self, ago: int, highest: float) -> Found:
+    def find(self, ago: int, highest: float) -> Unusable:
         """Return the poles that the optimizers have now, or had one update `ago`: a rate that is
         not finite, or above the `highest` magnitude.
         """
-        found = {}
+        unusable = {}
         for optimizer in self._run.train_state().optimizers:
             iteration = scheduled_iteration(optimizer, ago)
             rate = 0.0 if iteration is None else _rate(optimizer, iteration)
             if iteration is not None and not (math.isfinite(rate) and abs(rate) <= highest):
-                found[id(optimizer)] = iteration, rate
+                unusable[id(optimizer)] = iteration, rate
                 self._known.setdefault(id(optimizer), set()).add(iteration)
-        return found
+        return unusable
 
-    def pass_over_found(self, found: Found) -> str:
+    def pass_over_found(self, poles: Unusable) -> str:
         """Pass over the poles of an incident; return which optimizer continues where."""
         run = self._run
-        if not found or run.stopped or not run.refuses:
+        if not poles or run.stopped or not run.refuses:
             return ""
-        last = {key: iteration for key, (iteration, _) in found.items()}
+        last = {key: iteration for key, (iteration, _) in poles.items()}
         self.pass_over(last)  # if the replay has not
-        optimizers = [o for o in run.train_state().optimizers if id(o) in found]
+        optimizers = [o for o in run.train_state().optimizers if id(o) in poles]
         after = [(o, scheduled_iteration(o)) for o in optimizers]
         past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
         return ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
@@ -65,8 +65,8 @@ class Poles:
             beyond: the iteration that a counter has to be past, by `id` of the optimizer.
         """
         for optimizer in self._run.train_state().optimizers if self._known else ():
-            known = self._known.get(id(optimizer), set())
-            first = scheduled_iteration(optimizer) if known else None
+            poles = self._known.get(id(optimizer), set())
+            first = scheduled_iteration(optimizer) if poles else None
             if first is None:
                 continue
             # Accumulated gradients are applied at each of these.
@@ -74,7 +74,7 @@ class Poles:
             last = (beyond or {}).get(id(optimizer), -1)
             start = first + every * max(math.ceil((last + 1 - first) / every), 0)
             coming = range(start, start + every * (MAX_PASSED + 1), every)
-            usable = (n for n in coming if n not in known and math.isfinite(_rate(optimizer, n)))
+            usable = (n for n in coming if n not in poles and math.isfinite(_rate(optimizer, n)))
             iteration = next(usable, first)
             if iteration > first:
                 counter = keras_optimizers.iterations(optimizer)

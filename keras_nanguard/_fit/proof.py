@@ -90,13 +90,13 @@ class Lost:
     restore_rates: Callable[[], None]
 
 
-Found = Lost | Literal["learned", "progress"] | None
+TrialResult = Lost | Literal["learned", "progress"] | None
 """The proof that a run is lost. Without one, whether a few batches show that it has learned
 something, or training on the remembered batches brings progress.
 """
 
 
-def found(run: Run, seconds: float) -> tuple[Found, int]:
+def look_for_proof(run: Run, seconds: float) -> tuple[TrialResult, int]:
     """Return what trials find, and the number of their steps.
 
     Args:
@@ -174,7 +174,7 @@ class _Trials:
         ]
         self.has_learned = self._is_better(trying.present, self._present)
 
-    def prove(self, batches: list[Any]) -> Found:
+    def prove(self, batches: list[Any]) -> TrialResult:
         """Return the proof that a lower rate helps, if it does, and training on these batches as
         the run would brings no progress; else whether it brings progress.
         """
@@ -258,11 +258,11 @@ class _Trials:
         for number, (loss, args) in enumerate(pairs):
             others = (*pairs[number + 1 :], *pairs[:number])
             mixed = ((with_inputs_of(args, other), donor) for donor, other in others)
-            found = next((pair for pair in mixed if pair[0] is not None), None)
-            if found is not None:
+            exchangeable = next((pair for pair in mixed if pair[0] is not None), None)
+            if exchangeable is not None:
                 own.append(loss)
-                exchanged.append(found[0])
-                donors.append(found[1])
+                exchanged.append(exchangeable[0])
+                donors.append(exchangeable[1])
         if 2 * len(own) < len(pairs):
             return math.inf
         rises = self._trying.losses(state, exchanged)
@@ -283,17 +283,17 @@ class _Trials:
     def _growth(self) -> tuple[float, str]:
         """Return the largest growth of a kernel since the first step, and the kernel's path."""
         present, start = self._trying.present, self._untrained.state
-        found = [
+        growths = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
             for v in self._kernels
         ]
-        return max(found, default=(1.0, ""))
+        return max(growths, default=(1.0, ""))
 
     def _lost(self, best: _Arm, dead: tuple[str, ...], growth: tuple[float, str]) -> Lost:
         """Return a proof, with findings and sentences."""
         run, now, step = self._run, fmean(self._present), best.snapshot.step
         start = f"step {step}" if step else "the first state"
-        found = [Finding("loss", "divergence", value=now)]
+        findings = [Finding("loss", "divergence", value=now)]
         notes = [
             (
                 f"On the last {len(self._present)} batches the loss is {now:.3g}. With the weights"
@@ -306,10 +306,10 @@ class _Trials:
         ]
         times, kernel = growth
         if times >= GROWN:
-            found.append(Finding("weights", "divergence", kernel, value=times))
+            findings.append(Finding("weights", "divergence", kernel, value=times))
             notes.append(f"{kernel} has grown {times:.3g}-fold since the first step.")
         if dead:
-            found += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
+            findings += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
             notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
         (optimizer,) = run.train_state().optimizers
         rate = keras_optimizers.learning_rate(optimizer) * best.factor
@@ -317,7 +317,7 @@ class _Trials:
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"onset": step, "rate_factor": best.factor}
-        incident = incident_of(run, found, diagnosis=diagnosis, values=values)
+        incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
         return Lost(incident, self._trying.present, self._settings, restore_rates)
 

@@ -87,7 +87,7 @@ class ActionContext:
             return unknown
         earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.at_hand]
 
-        def found(trying: Trial) -> tuple[bool, Snapshot | None]:
+        def compared(trying: Trial) -> tuple[bool, Snapshot | None]:
             settings = trying.settings(trying.trained(trying.present, batches))
             present = trying.losses(trying.present, batches)
             losses = {s: trying.losses(trying.state_of(s, settings), batches) for s in earlier}
@@ -96,7 +96,7 @@ class ActionContext:
                 return False, best
             return math.inf not in present, wanted
 
-        return tried(run, found, unknown)
+        return tried(run, compared, unknown)
 
     def _improved(self, restored: int) -> bool:
         """Whether the loss after the last rollback, to step `restored`, was lower than ever
@@ -106,8 +106,8 @@ class ActionContext:
         before = [loss for step, loss in history.series if step < restored]
         before += [m.loss for m in history.first(self.run.step)]
         since = [loss for step, loss in history.series if step >= restored]
-        found = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
-        return found is not None and found.value < min(before, default=math.inf)
+        level = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
+        return level is not None and level.value < min(before, default=math.inf)
 
     def since(self, snapshot: Snapshot) -> Rerun | None:
         """Return the steps since a snapshot, to be replayed; `None` if not all processes have all
@@ -281,15 +281,15 @@ class Replay:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back
         afterwards.
         """
-        run, known = self._run, rerun.snapshot.metrics
+        run, stored = self._run, rerun.snapshot.metrics
         metrics = run.train_state().metrics
         if rerun.snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
             self._begin_metrics()
             return []
-        if not all(id(variable) in known for variable in metrics):
+        if not all(id(variable) in stored for variable in metrics):
             return [(variable, keras_variables.read(variable)) for variable in metrics]
         for variable in metrics:
-            keras_variables.write(variable, known[id(variable)])
+            keras_variables.write(variable, stored[id(variable)])
         return []
 
     def _begin_metrics(self) -> None:

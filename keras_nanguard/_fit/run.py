@@ -176,7 +176,7 @@ class Run:
             recorder, self.counts, self.recovery, policy, self.train_state
         )
         self.history = History()
-        self.recent = RecentBatches(lambda given: self.access.transaction.batch(given))
+        self.recent = RecentBatches(lambda arguments: self.access.transaction.batch(arguments))
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self.ring = self._ring()
@@ -313,8 +313,8 @@ class Run:
         """Return the seeds of the model, each with its value, or that in a snapshot, advanced."""
         moved = []
         for seed in keras_variables.seeds(self.train_state().other):
-            known = snapshot.value(seed) if snapshot is not None else None
-            value = keras_variables.read(seed) if known is None else np.array(known)
+            stored = snapshot.value(seed) if snapshot is not None else None
+            value = keras_variables.read(seed) if stored is None else np.array(stored)
             value[..., -1] += np.asarray(_SEED_STEP * times, value.dtype)
             moved.append((seed, value))
         return moved

@@ -34,7 +34,7 @@ class Session:
 
     Args:
         run: the facts of the run.
-        report: called with each complete incident, and the learning rates that it has lowered.
+        announce: called with each complete incident, and the learning rates that it has lowered.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
 
@@ -49,12 +49,12 @@ class Session:
     def __init__(
         self,
         run: Run,
-        report: Callable[[Incident, Sequence[Lowered]], None],
+        announce: Callable[[Incident, Sequence[Lowered]], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):
         self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
-        self.incidents = Incidents(run, report, explain, bad_rows, self.after)
+        self.incidents = Incidents(run, announce, explain, bad_rows, self.after)
         self.tasks = Tasks(run, self.incidents)
         self.finished = self._deferred = False
         self.start = Start(run)
@@ -297,9 +297,9 @@ class Session:
         run = self.run
         run.access.resolve_pending()
         state = (f for f in run.scan() if f.site != "slots" or not findings)
-        found = [*findings, *state]
-        if found := run.agreement.between_steps(found) if act else found:
-            incident = incident_of(run, found, diagnosis=diagnosis)
+        bad = [*findings, *state]
+        if bad := run.agreement.between_steps(bad) if act else bad:
+            incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
                 self.incidents.handle(incident)
             else:

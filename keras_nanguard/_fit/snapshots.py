@@ -266,10 +266,10 @@ class Ring:
         are fewer.
         """
         while verified := [s for s in self.snapshots if s.verified]:
-            found = verified[-min(depth, len(verified))]
-            if found.at_hand:
-                return found
-            self.snapshots.remove(found)
+            snapshot = verified[-min(depth, len(verified))]
+            if snapshot.at_hand:
+                return snapshot
+            self.snapshots.remove(snapshot)
         return None
 
     def before_onset(
@@ -286,13 +286,13 @@ class Ring:
             first_loss: the lowest loss of the first steps.
             can_replay: whether the steps since a snapshot can be replayed.
         """
-        found = next((s for s in reversed(self.snapshots) if s.step <= onset), None)
-        if found is not None and not found.step and not can_replay(found):
+        earlier = next((s for s in reversed(self.snapshots) if s.step <= onset), None)
+        if earlier is not None and not earlier.step and not can_replay(earlier):
             best = self.with_least_loss()
             progress = best is not None and best.level.value + best.level.spread < first_loss
             if best is not None and progress and best.at_hand:
                 return best
-        return found if found is not None and found.at_hand else self.newest()
+        return earlier if earlier is not None and earlier.at_hand else self.newest()
 
     @property
     def start(self) -> Snapshot | None:
@@ -303,8 +303,8 @@ class Ring:
         """Return the verified snapshot with the lowest loss, without the state before the first
         step.
         """
-        known = (s for s in self.snapshots if s.step and s.verified and s.level is not UNKNOWN)
-        return min(known, key=lambda s: s.level.value, default=None)
+        measured = (s for s in self.snapshots if s.step and s.verified and s.level is not UNKNOWN)
+        return min(measured, key=lambda s: s.level.value, default=None)
 
     def forget_after(self, step: int) -> None:
         """Remove the snapshots taken after this step, because the steps before them were undone."""

@@ -271,11 +271,11 @@ class RecentBatches:
 
     def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
         """Return the steps from a snapshot to this one, `None` if not all are known."""
-        known = {entry.step: entry for entry in self._entries}
-        known.setdefault(step, _Entry(step, None, 0, False))
+        entries = {entry.step: entry for entry in self._entries}
+        entries.setdefault(step, _Entry(step, None, 0, False))
         batches, refused = [], set()
         for number in range(snapshot.step, step + 1):
-            entry = known.get(number)
+            entry = entries.get(number)
             if entry is None:
                 return None
             args = None if entry.given is None else self._batch(entry.given)

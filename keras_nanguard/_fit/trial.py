@@ -86,9 +86,9 @@ class Trial:
         """Return the state of a snapshot, with the current settings: states are compared by the
         current objective. Variables without a value in it keep their current one.
         """
-        found = {id(v): snapshot.value(v) for v in self._variables}
-        known = {key: value for key, value in found.items() if value is not None}
-        return {**self.present, **known, **settings}
+        stored = {id(v): snapshot.value(v) for v in self._variables}
+        available = {key: value for key, value in stored.items() if value is not None}
+        return {**self.present, **available, **settings}
 
     def losses(self, state: State | None, batches: Sequence[Any]) -> list[float]:
         """Return the loss of each batch in a state, infinity if it is not finite or there is no
@@ -98,14 +98,14 @@ class Trial:
         """
         if state is None:
             return [math.inf] * len(batches)
-        found = []
+        losses = []
         for args in batches:
             self._load(state)
             for seed in self._seeds:
                 keras_variables.write(seed, self.present[id(seed)])
             loss = self._step(args)
-            found.append(loss if math.isfinite(loss) else math.inf)
-        return found
+            losses.append(loss if math.isfinite(loss) else math.inf)
+        return losses
 
     def trained(self, state: State, batches: Sequence[Any], factor: float = 1.0) -> State | None:
         """Return the state after training on batches from a state, `None` if a step was refused.
