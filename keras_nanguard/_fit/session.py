@@ -177,7 +177,7 @@ class Session:
         news = run.agreement.news or run.created is not None
         if bad or news or run.access.transaction.counted:
             if run.agreement.all_see(verdict):
-                self._attend(verdict)
+                self._judge_execution(verdict)
                 return False
             verdict = self.incidents.postponed(verdict)
             return self.after(verdict, state_is_current=state_is_current)
@@ -187,8 +187,10 @@ class Session:
             self._run_due()
         return True
 
-    def _attend(self, verdict: Verdict) -> None:
-        """Handle a step that is the first, one of several, bad, or followed by due tasks."""
+    def _judge_execution(self, verdict: Verdict) -> None:
+        """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
+        after which other processes have news; then run the tasks that are due.
+        """
         run = self.run
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
