@@ -41,9 +41,9 @@ def bad(*named, **more):
     return evidence_of(findings=findings(*named), **{**known, **more})
 
 
-def update(**more):
+def update(*named, **more):
     """Return the evidence of a step whose weights are the first that is bad."""
-    return bad(first="weights", **more)
+    return bad(*named, first="weights", **more)
 
 
 def seen(*named, **more):
@@ -392,6 +392,10 @@ UPDATE = {
     "after growth, with an epsilon of 0": (update(optimizers=(ROUNDED,), growth=grows(loss=1e9)), BLAMED),
     "after growth, without epsilon": (update(optimizers=(replace(ROUNDED, epsilon=0.0),), growth=grows(loss=1e9)), EXPLODED),
     "written by something else": (update(written=True), decided("state_nonfinite", confidence=0.8, because="written")),
+    "written into a slot, and carried into a weight": (
+        update("weights:nonfinite:d/kernel", "slots:explosion:v", "slots:nonfinite:m", written=True),
+        decided("state_nonfinite", "m", confidence=0.8, because="written"),
+    ),
     "written by a constraint": (update(written=True, constraint="UnitNorm"), CONSTRAINED),
     "an operation of a constraint": (
         update(constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
@@ -514,6 +518,7 @@ INPUT_SCALE = {
     "one row of a step that has committed": (overflowing(), replace(UNSCALED, samples=(3,))),
     "one row, after losses that have grown": (overflowing(losses=(-1.0, 1e3)), replace(GREW, culprit="d/kernel")),
     "one row, after gradients that have grown": (overflowing(norms=(1.0, 1e3)), replace(GREW, culprit="d/kernel")),
+    "one row, after losses that have grown less": (overflowing(losses=(2.0, 1999.0)), replace(UNSCALED, samples=(3,))),
     "one row of two": (overflowing(count=2), replace(UNSCALED, samples=(3,))),
     "no history": (overflowing(losses=(), norms=()), replace(UNSCALED, samples=(3,))),
     "one row, and the smallest norm that overflows": (changed(overflowing(), gradient_norm=1e15), replace(UNSCALED, samples=(3,))),
@@ -556,6 +561,8 @@ REST = {
     **{f"overflow in {name}": (bad(origin=replace(OVERFLOW, layer_class=name)), RECURS) for name in sorted(RECURRENT)},
     "overflow in the gradient": (bad(origin=replace(OVERFLOW, phase="backward")), RECURS),
     "overflow in the slope": (bad(origin=replace(OVERFLOW, phase="slope")), RECURS),
+    "overflow in a recurrent layer": (bad(origin=replace(OVERFLOW, frames=("net", "rnn")), table=(layer("rnn", "LSTM"),)), RECURS),
+    "overflow next to one": (bad(origin=OVERFLOW, table=(layer("rnn", "LSTM"),)), FORWARD),
     "overflow elsewhere": (bad(origin=OVERFLOW), FORWARD),
     "a pole in a recurrent layer": (bad(origin=replace(POLE, layer_class="LSTM")), FORWARD),
     "a sum of squares": (bad(first="gradients"), EXPLODES),
@@ -654,6 +661,7 @@ def test_what_was_not_measured():
     """Nothing is bad by default, no row is there, and no weight decays."""
     e = evidence_of()
     assert (e.step, e.state_fresh, e.batch.count, e.largest) == (0, False, 0, Spread("", 0.0, 0.0, 0.0))
+    assert e.value is None and evidence_of(findings=(Finding("loss"), Finding("loss", "spike", value=3.0))).value == 3.0
     assert (ADAM.scaled, ADAM.own, ADAM.shrinks) == (False, False, 1.0)
     assert replace(ADAM, settings={"weight_decay": 0.5}).shrinks == 1.0 - 1e-3 * 0.5
 
