@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from keras_nanguard import Diagnosis, Finding, Incident, Outcome, PolicyError
+from keras_nanguard import Diagnosis, Finding, Incident, PolicyError
 from keras_nanguard._core.literals import KINDS, SITES
 from keras_nanguard._policy.decide import PolicyState, RuleState
 
@@ -35,7 +35,7 @@ class Reference:
         self.seen = []  # (place, incident, rules), or (None, site, ()) for a good result
         self.fit = 0  # how many of them are of earlier fits
         self.done = []  # (place, action)
-        self.without = []  # (number of `seen` before, outcome)
+        self.outcomes = []  # (number of `seen` before, action, status)
 
     def add(self, incident, rules):
         late = self.now is not None and incident.step < self.now
@@ -85,7 +85,7 @@ class Reference:
             row += 1
         streak = sorted(bad)[len(bad) - row :]
         began = bad[streak[0]] if streak else -1
-        status = {outcome.action: outcome.status for number, outcome in self.without if number > began}
+        status = {action: status for number, action, status in self.outcomes if number > began}
         refused = {at for at, incident, _ in self.seen if at is not None and incident.refused}
         rules = {name: self.steps_in_a_row(name) for name in "ab"}
         rules |= {f"{site}:{name}": self.results_in_a_row(site, name) for site in RESULTS for name in "ab"}
@@ -138,8 +138,8 @@ def test_the_counts_are_those_of_all_events(seed):
             actions = draw.choice(((), ("rollback",), ("rollback", "clip")))
             reference.done += [(reference.now, action) for action in actions]
             state = state.acted(actions)
-            outcomes = [Outcome(name, draw.choice(("done", "skipped"))) for name in draw.sample(("clip", "rollback"), draw.choice((0, 1, 2)))]
-            reference.without += [(len(reference.seen), outcome) for outcome in outcomes]
+            outcomes = {name: draw.choice(("done", "skipped")) for name in draw.sample(("clip", "rollback"), draw.choice((0, 1, 2)))}
+            reference.outcomes += [(len(reference.seen), *outcome) for outcome in outcomes.items()]
             state = state.performed(outcomes)
             if draw.random() < 0.2:
                 reference.seen.append((None, draw.choice(RESULTS), ()))
