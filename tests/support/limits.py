@@ -23,7 +23,7 @@ LIMITS = {
     "seconds until a diagnosis is slow": "_diagnose.explain_step.SLOW",
     "bytes of remembered batches": "_backends.shared.batches.MAX_BYTES",
     "remembered batches": "_fit.steps.MAX_BATCHES",
-    "reports of a TensorFlow program": "_backends.tensorflow.reports.CAPACITY",
+    "reports of a TensorFlow program": "_backends.tensorflow.step.CAPACITY",
     "bytes of a large TensorFlow update": "_backends.tensorflow.updates.LARGE",
     "entries of a sparse batch made dense": "_keras.arrays.MAX_SPREAD",
     "bytes that are allocated unchecked": "_core.memory.SMALL",

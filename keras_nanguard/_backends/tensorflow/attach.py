@@ -15,7 +15,8 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.intercept import build
-from keras_nanguard._backends.tensorflow.step import MirroredTransaction, Transaction
+from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
+from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._backends.tensorflow.trace import Retrace
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (

@@ -18,6 +18,9 @@ run immediately; the old values of everything that the step writes are kept, and
 refusal.
 
 Decided with one `tf.cond`: selecting old or new for each variable costs a pass over all of them.
+
+The rows of numbers, and the reports of bad steps, wait for the host in queues. Neither side ever
+waits for the other: a step adds no report if the queue is full, and the host takes what is there.
 """
 
 from __future__ import annotations
@@ -26,20 +29,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.interface import Run
-from keras_nanguard._backends.shared.batches import losses_in_logs, scalars
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
-from keras_nanguard._backends.tensorflow.reports import Reports, Rows, StepResult
 from keras_nanguard._backends.tensorflow.trace import (
     Body,
-    Measured,
+    Places,
     ReplicaTrace,
+    StepResult,
     StepTrace,
     TracedStep,
+    components,
+    packed,
 )
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
+
+CAPACITY = 256
+"""Maximum number of waiting reports. A later refused step has only its row."""
 
 
 class Transaction(TracedStep):
@@ -82,7 +91,7 @@ class Transaction(TracedStep):
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
         self.take = take
-        self.losses = losses_in_logs if of_trainer else scalars
+        self.losses = batches.losses_in_logs if of_trainer else batches.scalars
         self.rows = Rows(counted)
         self.reports = Reports(with_batches=not host_has_batches)
         self._compiled: Callable[..., StepResult] = self._traced
@@ -141,120 +150,174 @@ class Transaction(TracedStep):
         self.given = None
 
 
-class MirroredTransaction(Transaction):
-    """A `Transaction` that every replica of a `tf.distribute.MirroredStrategy` calls inside
-    `Strategy.run`: one verdict for all of them.
+class Rows:
+    """The numbers of steps that may run before the host reads their verdicts: they are counted, the
+    row of each waits for the host, and after one that left a bad state all are refused.
 
-    In outline::
-
-        each replica   keeps its small state, runs the user's step with deferred updates, sums up
-        all together   add up the sums: one verdict
-        yes            the updates run on each replica, where Keras sums the gradients
-        no             each replica restores its own copy of the small state; the batch is reported
-
-    A conditional around code that merges replicas must be outside of any replica. So each replica
-    calls `merge_call`, like `LossScaleOptimizer`, and the decision is made there. All replicas are
-    traced into one graph, one after the other. The handle of each variable's copy shows which
-    replica writes it.
+    Args:
+        counted: whether they may. Otherwise the host reads the verdict of each step before the next
+            one begins, and no number is stored.
     """
 
-    adapts_updates = False
-    """False: all replicas trace their updates at the same time, so an override for one applies to
-    all."""
+    def __init__(self, counted: bool):
+        self.counted = counted
+        with tf.init_scope():
+            self._number = tf.Variable(-1, dtype=tf.int64, trainable=False)
+            self._halted = tf.Variable(False, trainable=False)
+            with tf.device("CPU:0"):
+                self._rows = tf.queue.FIFOQueue(-1, [tf.float64], [(len(FIELDS),)])  # no limit
 
-    def execute(self, *args: Any) -> Any:
-        merge = tf.distribute.get_replica_context().merge_call
-        begun = merge(lambda strategy: self.rows.begin())
-        trace = merge(lambda strategy: _MirroredTrace(self, strategy).__enter__())
+    # In the step
 
-        def inspected(strategy: Any, body: Any) -> list[Body]:
-            return self._inspected(trace, strategy.experimental_local_results(body))
+    def begin(self) -> tuple[Any, Any]:
+        """Begin a step; return whether it has to be refused, and its number: scalar bool, int64."""
+        if not self.counted:
+            return tf.constant(False), tf.constant(0, tf.int64)
+        number = self._number.read_value() + 1
+        self._number.assign(number)
+        return self._halted.read_value(), number
 
-        bodies = merge(inspected, args=(trace.run(args),))
-        own = bodies[trace.number()]
+    def end(self, row: Any, refuse: bool) -> None:
+        """End a step.
 
-        def end(strategy: Any, measured: Any) -> Any:
-            result = trace.decide(None, strategy.experimental_local_results(measured), *begun)
-            whole = tf.nest.map_structure(_whole, *(body.args for body in bodies))
-            self.rows.end(result.row, self.refuse)
-            self.reports.add(result, whole)
-            return result.row
-
-        return own.outputs, merge(end, args=(trace.here().measure(own),))
-
-    def trace(self, spec: Any) -> None:
-        run = self.model.distribute_strategy.run
-        traced = tf.function(lambda data: run(self, args=(data,)), autograph=False)
-        traced.get_concrete_function(spec)
-
-
-class _MirroredReplica(ReplicaTrace):
-    """One of several replicas in a step; `number` counts them from 0."""
-
-    def __init__(self, transaction: TracedStep, strategy: Any, number: int):
-        super().__init__(transaction)
-        self.strategy, self.number = strategy, number
-
-    def local(self, variable: Any) -> Any:
-        """Return this replica's copy of a variable, or its only copy."""
-        parts = self.strategy.experimental_local_results(super().local(variable))
-        return parts[min(self.number, len(parts) - 1)]
-
-    def measure(self, body: Body) -> Measured:
-        """Sum up its part of the step.
-
-        Keras averages logs; losses are made to be added up. The sum of squares of the gradients is
-        at least that of their sums over the replicas.
+        Args:
+            row: the numbers of its verdict.
+            refuse: whether bad steps are refused.
         """
-        measured, count = super().measure(body), self.strategy.num_replicas_in_sync
-        loss, gradients, *others = measured.sums
-        loss = loss if body.seen.losses else loss / count
-        return replace(measured, sums=[loss, gradients * count, *others])
+        if not self.counted:
+            return
+        with tf.device("CPU:0"):
+            self._rows.enqueue([tf.cast(row, tf.float64)])
+        if refuse:
+            verdict = Verdict(*tf.unstack(row))
+            is_bad = ~tf.math.is_finite(verdict.weights + verdict.slots)
+            left_bad = is_bad & tf.equal(verdict.refused, 0)
+            self._halted.assign(self._halted.read_value() | left_bad)
+
+    # On the host
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
+        known = {verdict.step: verdict for verdict in self._taken()}
+        return [known[step % PERIOD] for step in range(start, end)]
+
+    def resume(self) -> None:
+        """Allow steps to commit again after the host has repaired the state."""
+        self._halted.assign(False)
+
+    def recount(self, number: int) -> None:
+        """Set the number of the next step."""
+        self._number.assign(number - 1)
+        self._taken()
+
+    def _taken(self) -> list[Verdict]:
+        with tf.device("CPU:0"):
+            rows = self._rows.dequeue_many(self._rows.size())
+        return [Verdict.of(row) for row in rows.numpy().tolist()]
 
 
-class _MirroredTrace(StepTrace):
-    """One trace (or one eager run) of a step of all replicas; entered, inspected and decided
-    outside of them. The context ends when it is inspected, or when a replica fails.
+class Reports:
+    """The reports of the bad steps of a transaction, until the host takes them.
+
+    Waiting batches take at most `batches.MAX_BYTES`; the first one is always stored. A healthy
+    step stores no report.
+
+    Args:
+        with_batches: each report stores its batch, which the host does not have.
     """
 
-    def __init__(self, transaction: TracedStep, strategy: Any):
-        numbers = range(strategy.num_replicas_in_sync)
-        super().__init__(transaction, [_MirroredReplica(transaction, strategy, n) for n in numbers])
-        self.strategy = strategy
+    def __init__(self, with_batches: bool):
+        self.with_batches = with_batches
+        self._traced: list[tuple[Places, Any]] = []
+        self._queues: dict[tuple[Any, ...], Any] = {}
 
-    def run(self, args: Sequence[Any]) -> Body:
-        try:
-            return super().run(args)
-        except BaseException:
-            self.__exit__()
-            raise
+    # In the step
 
-    def inspect(self, bodies: Sequence[Body]) -> list[Body]:
-        self.__exit__()
-        return super().inspect(bodies)
+    def add(self, result: StepResult, args: Any) -> None:
+        """Store the report of a step if it is bad, from its result and its arguments."""
+        tf.cond(result.bad, lambda: self._put(result, args), lambda: tf.constant(False))
 
-    def number(self) -> int:
-        """Return the number of the calling replica."""
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return int(tf.get_static_value(number))
+    def _put(self, result: StepResult, args: Any) -> Any:
+        """Store one report; return a scalar bool, because it is a branch of a conditional."""
+        args = args if self.with_batches else ()
+        leaves = [tf.convert_to_tensor(t) for t in components(args)]
+        specs = [None if v is None else tf.type_spec_from_value(v) for v in tf.nest.flatten(args)]
+        self._traced.append((result.counts.places, tf.nest.pack_sequence_as(args, specs)))
+        number = tf.constant(len(self._traced) - 1, tf.int64)
+        kinds = tuple(leaf.dtype for leaf in leaves)
+        with tf.device("CPU:0"):
+            if kinds not in self._queues:
+                head = [tf.float64, tf.bool, tf.int64, tf.int64, tf.int64]
+                with tf.init_scope(), tf.device("CPU:0"):
+                    self._queues[kinds] = tf.queue.FIFOQueue(CAPACITY, [*head, *kinds])
+            queue = self._queues[kinds]
 
-    def here(self) -> ReplicaTrace:
-        return self.replicas[self.number()]
+            def enqueue() -> Any:
+                waiting = queue.size()
+                room = tf.cast(waiting + 1, tf.int64) * _nbytes(leaves) <= batches.MAX_BYTES
+                kept = room | (waiting == 0)
+                numbers = [number, result.counts.lines, result.replicas]
+                parts = [_if_kept(kept, leaf) for leaf in leaves]
+                queue.enqueue([tf.cast(result.row, tf.float64), kept, *numbers, *parts])
+                return tf.constant(True)
 
-    def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-        results: dict[int, Any] = {}
+            return tf.cond(queue.size() < CAPACITY, enqueue, lambda: tf.constant(False))
 
-        def call() -> None:
-            results[self.number()] = function(values[self.number()])
+    # On the host
 
-        self.strategy.extended.call_for_each_replica(call)
-        return [results[number] for number in range(len(values))]
+    def take(self, given: Any) -> list[Report]:
+        """Return and remove the reports, in the order of the steps.
+
+        Args:
+            given: the batch of the last step, if they have none.
+        """
+        reports = []
+        for queue in self._queues.values():
+            for _ in range(int(queue.size())):
+                row, kept, number, counts, replicas, *leaves = queue.dequeue()
+                places, specs = self._traced[int(number)]
+                batch = given
+                if self.with_batches:
+                    batch = packed(specs, leaves) if kept else None
+                found: dict[tuple[str, str], Any] = {}  # a place may be on several replicas
+                for place, count in zip(places, counts.numpy()):
+                    found[place] = found.get(place, 0) + count
+                blamed, batch = _blamed(replicas.numpy(), batch)
+                verdict = Verdict.of(row.numpy().tolist())
+                lines = np.reshape([*found.values()], (-1, 3))
+                reports.append(Report(verdict, tuple(found), lines, batch, blamed))
+        return sorted(reports, key=lambda report: report.verdict.step)
 
 
-def _whole(*parts: Any) -> Any:
-    """Join the parts of the batch of all replicas, except data that are the same on all of them."""
-    if all(part is parts[0] for part in parts):
-        return parts[0]
-    if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, parts)
-    return parts[0] if parts[0].shape.rank == 0 else tf.concat(parts, 0)
+def _blamed(replicas: np.ndarray[Any, Any], batch: Any) -> tuple[tuple[int, ...], Any]:
+    """Return the replicas to blame for a bad step, none if there is only one, and its batch.
+
+    Replicas with bad data are to blame, else those with a bad number. If those have received no
+    rows, the batch is one without rows.
+    """
+    if len(replicas) == 1:
+        return (), batch
+    bad, given_bad, rows = replicas.T
+    blamed = np.flatnonzero(given_bad if given_bad.any() else bad)
+    if len(blamed) and not rows[blamed].any():
+        count = rows.sum()
+
+        def emptied(value: Any) -> Any:
+            has_rows = isinstance(value, tf.Tensor) and value.shape.rank
+            return value[:0] if has_rows and value.shape[0] == count else value
+
+        batch = tf.nest.map_structure(emptied, batch)
+    return tuple(blamed.tolist()), batch
+
+
+def _nbytes(leaves: list[Any]) -> Any:
+    """Return the bytes of component tensors as a scalar int64; 16 for each string."""
+    sizes = [tf.size(leaf, tf.int64) * (leaf.dtype.size or 16) for leaf in leaves]
+    return tf.add_n(sizes) if sizes else tf.constant(0, tf.int64)
+
+
+def _if_kept(kept: Any, leaf: Any) -> Any:
+    """Return a tensor, without its entries if it is not kept; a scalar unchanged."""
+    if not leaf.shape.rank:
+        return leaf
+    return leaf[: tf.where(kept, tf.shape(leaf, tf.int64)[0], 0)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,11 +14,13 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
-from keras_nanguard._backends.tensorflow.reports import Counts, StepResult, components, packed
 from keras_nanguard._backends.tensorflow.updates import Updates
 from keras_nanguard._core.verdict import PERIOD, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
+
+Places = tuple[tuple[str, str], ...]
+"""`(site, path)` of each line of counts."""
 
 
 class Retrace(Exception):
@@ -96,6 +98,38 @@ class Measured:
     losses: Sequence[Any]
     looked_at: Sequence[tuple[str, str, Any]]
     updates: Updates
+
+
+class Counts(tf.experimental.ExtensionType):  # type: ignore[misc]
+    """The bad entries of a step by place. `places` is constant in a trace of the step.
+
+    Attributes:
+        places: `(site, path)` of each line.
+        lines: int64 of shape `(places, 3)`: NaN, infinite and all entries of each place, 0 if all
+            of the sums were finite.
+    """
+
+    places: Places
+    lines: tf.Tensor
+
+
+class StepResult(NamedTuple):
+    """The result of one step.
+
+    Attributes:
+        outputs: its outputs.
+        row: the numbers of its verdict, shape `(len(FIELDS),)`.
+        counts: its bad entries.
+        bad: scalar bool, whether to report it: refused, and not because it was halted.
+        replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
+            are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
+    """
+
+    outputs: Any
+    row: Any
+    counts: Counts
+    bad: Any
+    replicas: Any
 
 
 class ReplicaTrace:
@@ -403,3 +437,17 @@ class StepTrace(intercept.Intercept):
         nothing = tf.constant(True), *(tf.zeros(shape, tf.int64) for shape in shapes)
         finite, counts, replicas = tf.cond(trusted, lambda: nothing, looked)
         return finite, Counts(tuple(places), counts), replicas
+
+
+def components(structure: Any) -> list[Any]:
+    """Return the dense tensors in a structure."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def packed(structure: Any, tensors: Iterable[Any]) -> Any:
+    """Put dense tensors back into a structure of tensors, or of their specs."""
+    rest = iter(tensors)
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    parts = [None if leaf is None else next(rest) for leaf in leaves]
+    return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
