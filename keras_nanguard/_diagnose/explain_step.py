@@ -19,7 +19,6 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared.faults import without_faults
-from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
@@ -35,6 +34,7 @@ from keras_nanguard._diagnose.facts import (
     growth,
     known,
 )
+from keras_nanguard._diagnose.iterators import reads_iterator
 from keras_nanguard._diagnose.raised import explained
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
 from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start

@@ -10,7 +10,7 @@ import pytest
 from support.programs import differentiated
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.shared.iterators import reads_iterator
+from keras_nanguard._diagnose.iterators import reads_iterator
 
 FEED = iter([1, 2])
 ROWS = [1, 2]
