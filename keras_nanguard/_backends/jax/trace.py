@@ -41,7 +41,9 @@ class Facts:
         changed: indices of the state that the body writes.
         updated: indices that have the results of optimizers.
         selected: indices at which the new value is the old one if the step is refused.
-        sources: of each output, the metric whose result it is, and the number of that result.
+        sources: of each output, the metric whose result it is, and the number of that result; empty
+            in the key, because JAX may keep that for longer than the model lives.
+        restores_logs: whether every log of a refused step is that of the restored metrics.
         calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
         keeps_undo: whether the updates run at once, so that the verdict includes their results.
     """
@@ -51,16 +53,12 @@ class Facts:
     updated: set[int]
     selected: set[int]
     sources: list[tuple[Any, int] | None]
+    restores_logs: bool
     calls_host: bool = True
     keeps_undo: bool = False
 
     def __repr__(self) -> str:
         return "Facts"
-
-    @property
-    def restores_logs(self) -> bool:
-        """Whether every log of a refused step is that of the restored metrics."""
-        return None not in self.sources
 
 
 class Values(NamedTuple):
@@ -227,14 +225,15 @@ class StepTrace:
         gradients = [(v.path, g) for g, v in pairs if reductions.is_inexact(g)]
         sites = {"outputs": calls.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
-        losses = calls.losses or transaction.losses(outputs)
+        losses, sources = calls.losses or transaction.losses(outputs), calls.sources(outputs)
         values = Values(losses, [array for *_, array in checked], outputs, list(new))
         return values, Facts(
             places=tuple((site, path, array.size) for site, path, array in checked),
             changed=changed,
             updated={i for i, array in enumerate(new) if id(array) in calls.updated},
             selected={i for i, array in enumerate(new) if id(array) in calls.selected},
-            sources=calls.sources(outputs),
+            sources=sources,
+            restores_logs=None not in sources,
         )
 
     # The verdict
@@ -333,7 +332,8 @@ class StepTrace:
             verdict = verdict._replace(refused=jnp.zeros((), bool))
         vector = jnp.stack([jnp.asarray(number).astype(self.dtype) for number in verdict])
         state = jax.tree_util.tree_unflatten(self.tree, new)
-        return Computed(state, outputs, vector, self._halts_next(verdict), {facts: counts})
+        key = replace(facts, sources=[])
+        return Computed(state, outputs, vector, self._halts_next(verdict), {key: counts})
 
     def _halts_next(self, verdict: Verdict) -> Any:
         """Return whether the next step has to be refused: the same truth value in all processes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from dataclasses import replace
 
 import jax
@@ -622,6 +623,20 @@ def test_an_interrupt_right_after_the_step_loses_nothing(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         zoo.run(lambda: model, zoo.regression(), guard=NanGuard(verbose=0))
     assert zoo.bad_entries(model) == [] and int(np.asarray(model.optimizer.iterations)) == 6
+
+
+def test_metrics_are_released_with_the_model():
+    """No program that JAX keeps refers to them."""
+
+    def train():
+        model = zoo.plain()
+        zoo.fit(model, zoo.regression(batches=4), NanGuard(verbose=0))
+        return [weakref.ref(metric) for metric in model.metrics]
+
+    metrics = train()
+    keras.utils.clear_session(free_memory=False)
+    gc.collect()
+    assert metrics and [metric() for metric in metrics] == [None] * len(metrics)
 
 
 HUGE = {
