@@ -56,7 +56,7 @@ WITHOUT_BACKEND = (
 
 FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 """With these flags XLA compiles much faster, which is enough for programs that run for
-milliseconds. Not on JAX: version 0.4.38 sometimes crashes with the first of them.
+milliseconds.
 """
 
 OUTCOME = re.compile(r"^(FAILED|ERROR) (\S+?)(?: - (.*))?$", re.MULTILINE)
@@ -93,7 +93,7 @@ def tests_of(backend: str) -> tuple[str, ...]:
 def environment_of(backend: str) -> dict[str, str]:
     """Return the environment of a process on a backend: quiet, on the CPU, one thread, nothing from this tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "JAX_", "XLA_", "TF_"))}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": "" if backend == "jax" else FAST}
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
     return {**kept, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "400", **on_cpu}
 
 

@@ -85,7 +85,7 @@ class Transaction(TracedStep):
         self.metrics = (lambda: model.metrics) if of_trainer else tuple
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
-        self.donates = of_trainer and jit and self.refuse
+        self.donates = of_trainer and jit and self.refuse and not _loads_broken_programs()
         self.learned = interface.Learned(keeps_undo=not (jit and self.refuse))
         self.unpublished: list[Computed] = []
         self.facts: Facts | None = None
@@ -241,3 +241,10 @@ def _go(place: Any) -> Any:
     if place is None:
         return jnp.zeros((), bool)
     return jax.make_array_from_callback((), place, lambda _: np.zeros((), bool))
+
+
+def _loads_broken_programs() -> bool:
+    """Whether JAX may load compiled programs from a cache that corrupt the memory that they are
+    given: seen with JAX 0.4.38, not with 0.6.0.
+    """
+    return jax.__version_info__ < (0, 6) and bool(jax.config.jax_compilation_cache_dir)
