@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from keras_nanguard._core.plain_values import one_line, plain
@@ -59,8 +59,17 @@ def say(text: object, stream: TextIO | None = None) -> None:
     """Print to a stream, by default stdout. If its reader has closed it, as `head` does, nothing
     more is printed, and the exit code is that of the command."""
     stream = stream or sys.stdout
+    with suppress(BrokenPipeError):
+        print(text, file=stream)
+    flush(stream)
+
+
+def flush(stream: TextIO) -> None:
+    """Write what was printed to a stream. If its reader has closed it, nothing more is written.
+    Otherwise Python would end with the exit code 120.
+    """
     try:
-        print(text, file=stream, flush=True)
+        stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._cli.commands import COMMANDS
-from keras_nanguard._cli.output import MISUSE, option_words, print_error
+from keras_nanguard._cli.output import MISUSE, flush, option_words, print_error
 from keras_nanguard._core.errors import NanGuardError, no_backend
 from keras_nanguard._version import __version__
 
@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print_error(_explained(error), words)
         return MISUSE
+    finally:
+        for stream in (sys.stdout, sys.stderr):  # a library may have printed, too
+            flush(stream)
 
 
 def _explained(error: Exception) -> Exception:
