@@ -28,11 +28,11 @@ MAX_HALF_NORM = 256.0
 
 def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
     """Return the advice for a conclusion, in sentences specific to the program."""
-    names, conditions = _names(e, conclusion), _conditions(e, conclusion)
+    names, conditions, items = _names(e, conclusion), _conditions(e, conclusion), _items(e)
     sentences = []
     for entry in CAUSE_WORDS[conclusion.cause]["do"]:
         entry = {"say": entry} if isinstance(entry, str) else entry
-        for item in _items(e)[entry["each"]] if "each" in entry else ({},):
+        for item in items[entry["each"]] if "each" in entry else ({},):
             holding = {**conditions, **item}
             if all(_holds(word, holding) for word in entry.get("when", "").split()):
                 text = entry["say"].format_map({**names, **item})
