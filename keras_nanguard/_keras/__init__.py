@@ -9,6 +9,7 @@ Each module names at its head the private names that it uses because there is no
 | `train_state` | the variables of a model and its optimizers, by role | |
 | `compiled` | the call of `compile`, and what a step was built for | `trainable`, functions |
 | `variables`, `arrays` | variables and data, as NumPy arrays | values: all or none |
+| `tensors` | tensors of torch without a variable of Keras | |
 | `optimizers` | rate, loss scale, slots | the rate, the strategy |
 | `layers` | layers at any depth, the graph of a functional model | dtype policies |
 | `losses` | the losses and metrics given to `compile` | |

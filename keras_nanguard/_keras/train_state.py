@@ -11,6 +11,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
+    tensors as keras_tensors,
     variables as keras_variables,
 )
 
@@ -26,16 +27,17 @@ class TrainState:
         trainable: weights that the optimizers update, including those that are not part of the
             model.
         other: every other variable of the model: BatchNorm statistics, frozen weights, seed
-            generators, and the states of stateful RNNs, which Keras does not list.
+            generators, and, which Keras does not list, states of stateful RNNs and buffers of torch
+            modules.
         metrics: variables of the loss tracker and of the metrics.
         slots: variables of the optimizers apart from rate and loss scale: moments, iterations,
             accumulators, EMA.
         scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
         rates: learning-rate variables of optimizers whose rate is a number.
         optimizers: the outermost optimizers.
-        unlisted: variables that a step may write although no list of Keras contains them: native
-            variables of the backend in attributes of layers, and the generator that Keras uses if
-            no seed is given.
+        unlisted: further variables that a step may write although no list of Keras contains them:
+            native variables of the backend in attributes of layers, and the generator that Keras
+            uses if no seed is given.
         layers: the model and its layers at any depth.
         results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls
             have left in layers.
@@ -68,14 +70,13 @@ class TrainState:
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         own = filter(keras_variables.is_variable, states)
-        other = _unique([*model.non_trainable_variables, *own], trainable)
+        buffers, passing = keras_tensors.buffers_of(layers)
+        other = _unique([*model.non_trainable_variables, *own, *buffers], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
         held = _held_by(layers)
-        modules = [layer for layer in layers if hasattr(layer, "named_buffers")]  # on PyTorch
-        buffers = [buffer for module in modules for _, buffer in module.named_buffers()]
-        results = _results(held, buffers)
+        results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
         return cls(
             trainable=trainable,
@@ -88,7 +89,7 @@ class TrainState:
             scales=scales,
             rates=tuple(filter(keras_variables.is_variable, rates[: len(inner)])),
             optimizers=optimizers,
-            unlisted=_unique([*_native_variables(held), *results, *buffers, *seeds]),
+            unlisted=_unique([*_native_variables(held), *results, *passing, *seeds]),
             layers=tuple(layers),
             results=results,
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.modules import local
 from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._keras.tensors import local
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_nanguard._core import finiteness
+from keras_nanguard._keras.tensors import TensorVariable, Variables, local
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -20,11 +20,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-
-
-def local(tensor: Any) -> Any:
-    """Return the part of a tensor that this process has: all of it, or its shard."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def derives_from(module: Any, *names: str) -> bool:
@@ -58,52 +53,6 @@ def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
     return restore
 
 
-class TensorVariable:
-    """A torch tensor as a variable with a path and `assign`.
-
-    Args:
-        held: what holds the tensor, under `key`; a module may replace a buffer in each call, or
-            delete it. Then the last one stays.
-
-    Attributes:
-        path, name: its name in the module or optimizer.
-    """
-
-    def __init__(self, held: Mapping[Any, Any], key: Any, path: str):
-        self._held, self._key, self.path = held, key, path
-        self._last = held[key]
-        self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
-
-    @property
-    def of(self) -> Any:
-        """The tensor."""
-        now = self._held.get(self._key)
-        if now is not None:
-            self._last = now
-        return self._last
-
-    @property
-    def value(self) -> Any:
-        """The part of it that this process has: its shard if `fully_shard` has split it."""
-        return local(self.of)
-
-    @property
-    def trainable(self) -> bool:
-        return bool(self.of.requires_grad)
-
-    @property
-    def dtype(self) -> str:
-        return finiteness.dtype_name(self.value.dtype)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.value.shape)
-
-    def assign(self, value: Any) -> None:
-        with torch.no_grad():
-            self.value.copy_(keras.ops.convert_to_tensor(value))
-
-
 def modules_of(model: Any) -> Iterator[Any]:
     """Return the modules of a model of torch, or of the layers of a model of Keras, which may be in
     lists that torch does not know.
@@ -118,19 +67,6 @@ def buffers_of(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
     """Return `(dict of the module, name, current tensor)` for each buffer of a model."""
     held = [module._buffers for module in modules_of(model)]
     return [(buffers, *item) for buffers in held for item in buffers.items()]
-
-
-class Variables(dict[Any, TensorVariable]):
-    """The variable of each tensor, created once, by the `id` of the tensor, or by its place."""
-
-    def of(self, tensor: Any, path: str) -> TensorVariable:
-        known = self.get(id(tensor))
-        if known is None or known.of is not tensor:
-            known = self[id(tensor)] = TensorVariable({0: tensor}, 0, path)
-        return known
-
-    def at(self, held: dict[str, Any], key: str, path: str) -> TensorVariable:
-        return self.setdefault((id(held), key), TensorVariable(held, key, path))
 
 
 class TorchModule:

@@ -12,18 +12,13 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.modules import (
-    TensorVariable,
-    TorchOptimizer,
-    buffers_of,
-    local,
-    loose_optimizers,
-)
+from keras_nanguard._backends.torch.modules import TorchOptimizer, buffers_of, loose_optimizers
 from keras_nanguard._keras import (
     attributes as keras_attributes,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.tensors import TensorVariable, local
 from keras_nanguard._keras.train_state import TrainState
 
 FRESH = 2

@@ -565,6 +565,40 @@ class ReplacesBuffer(torch.nn.Module):
         return x - self.mean
 
 
+def with_batchnorm_of_torch(x, callbacks, epochs=1):
+    """Train a model of Keras with a module of torch; return buffers of the module, and weights."""
+    keras.utils.set_random_seed(0)
+    module = torch.nn.BatchNorm1d(3)
+    layer = keras.layers.TorchModuleWrapper(module, output_shape=(None, 3))
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    y = np.ones((len(x), 1), "float32")
+    model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    return [*(buffer.cpu().numpy() for buffer in module.buffers()), *model.get_weights()]
+
+
+def test_a_rollback_restores_buffers_of_a_module_within_a_layer():
+    """As if the undone steps had not run."""
+    x = np.random.default_rng(0).standard_normal((40, 3)).astype("float32")
+    spoiled = x.copy()
+    spoiled[28:32] = np.nan
+    rule = {"name": "back", "cause": "input_nonfinite", "after": 1, "do": "rollback"}
+    guard = NanGuard(verbose=0, rules=[rule])
+    found = with_batchnorm_of_torch(spoiled, [guard])
+    outcome = guard.incidents[0].outcomes[0]
+    assert outcome.detail == "restored the state before the first step; 7 committed steps undone"
+    assert all(map(np.array_equal, found, with_batchnorm_of_torch(x[32:], [])))
+
+
+def test_resuming_restores_buffers_of_a_module_within_a_layer(tmp_path):
+    x = np.random.default_rng(0).standard_normal((40, 3)).astype("float32")
+    whole = with_batchnorm_of_torch(x, [], epochs=2)
+    settings = {"directory": tmp_path, "snapshot": {"storage": "disk", "every": 5}, "verbose": 0}
+    with_batchnorm_of_torch(x, [NanGuard(**settings)])
+    resumed = with_batchnorm_of_torch(x, [NanGuard(**settings, resume=True)], epochs=2)
+    assert all(map(np.array_equal, resumed, whole))
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("make", [ReplacesBuffer, lambda: torch.nn.BatchNorm1d(3)], ids=["replaced", "written"])
 def test_a_buffer_of_a_module_within_a_layer(make, bad):
