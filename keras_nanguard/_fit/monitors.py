@@ -171,13 +171,15 @@ class Monitors:
         self.due: float = LOOKS[0]
         self.ceiling = self.highest = HUGE
         self._reported = set[Callable[[Run], Iterator[Finding]]]()
+        self._beyond = set[str]()  # paths at the last check
         self._statistics = dict[int, float]()
         self._rollbacks = self._since = self._seen = 0
         self._gradient = 0.0
 
     @np.errstate(all="ignore")  # the values are not finite
     def look(self, run: Run, scale_is_needed: bool = False) -> list[Finding]:
-        """Run all checks and return their findings, each kind once.
+        """Run all checks and return their findings, each kind once. A value beyond a limit of the
+        policy is found again once it has been within the limit.
 
         Args:
             run: the run.
@@ -195,14 +197,17 @@ class Monitors:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
             self._since = step
             self._reported.clear()
+            self._beyond.clear()
         coming = (self._since + at for at in LOOKS if self._since + at > step)
         self.due = next(coming, step + LOOK_INTERVAL)
-        watches = [self._range, self._zero, self._stuck, self._leap]
+        watches = [self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
         if is_huge:
             watches.append(self._moments)
-        found: list[Finding] = []
+        beyond_limits = list(self._range(run))
+        found = [finding for finding in beyond_limits if finding.path not in self._beyond]
+        self._beyond = {finding.path for finding in beyond_limits}
         for watch in watches:
             findings = list(watch(run))
             if findings and watch not in self._reported:

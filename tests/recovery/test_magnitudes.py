@@ -22,17 +22,18 @@ def build(optimizer=lambda: optimizers.Adam(1e-3), norm=False):
     return made
 
 
+def set_entry(model, path, number):
+    known = [*model.variables, *model.optimizer.variables]
+    variable = next(v for v in known if v.path.endswith(path))
+    value = np.array(keras.ops.convert_to_numpy(variable))
+    value.flat[0] = number
+    variable.assign(value)
+
+
 def writes(path, number):
     """Return a callback that writes a number into one entry of a variable in the second epoch."""
 
-    def write(model):
-        known = [*model.variables, *model.optimizer.variables]
-        variable = next(v for v in known if v.path.endswith(path))
-        value = np.array(keras.ops.convert_to_numpy(variable))
-        value.flat[0] = number
-        variable.assign(value)
-
-    return zoo.After(write, batch=5, epoch=1)
+    return zoo.After(lambda model: set_entry(model, path, number), batch=5, epoch=1)
 
 
 def actions(guard):
@@ -149,3 +150,15 @@ def test_a_limit_of_the_policy(limits):
     (incident,) = guard.incidents
     assert [(f.site, f.kind) for f in incident.findings] == [("weights", "out_of_range")]
     assert "rollback" in actions(guard) and np.abs(kernel).max() < 1e4
+
+
+def test_a_limit_is_reported_for_each_variable_and_again_after_a_good_value():
+    """A variable that stays beyond its limit is reported once."""
+    guard = NanGuard("observe", verbose=0, limits=[{"site": "weights", "max_abs": 1e4}])
+    data = zoo.regression(batches=110)
+    data.x[:, :2] = 0.0  # so that the first two rows of the first kernel have no effect on the loss
+    writes = {15: ("dense/kernel", 1e5), 40: ("last/bias", 1e5), 65: ("dense/kernel", 0.0), 85: ("dense/kernel", 1e5)}
+    callbacks = [zoo.After(lambda model, write=write: set_entry(model, *write), batch=at) for at, write in writes.items()]
+    zoo.run(build(lambda: optimizers.SGD(1e-9)), data, guard=guard, epochs=1, callbacks=callbacks)
+    found = [(i.step, [f.path.split("/", 1)[1] for f in i.findings]) for i in guard.incidents]
+    assert found == [(19, ["dense/kernel"]), (44, ["last/bias"]), (99, ["dense/kernel"])]
