@@ -7,6 +7,7 @@ Keras, by the version that torch counts for each tensor, and what it does after 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
@@ -78,12 +79,14 @@ class Lesson:
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
         continues = self._continues(updates, losses, is_continued)
         is_one_of_several = self._body.run.agreement.count > 1
-        return Learned(
+        return replace(
+            before,
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
             tolerated=before.tolerated | judged.constants,
             keeps_undo=judged.keeps_undo if is_one_of_several else continues is not False,
             steps=before.steps + 1,
             stale=bool(self._log.created),
+            unread={},
             continues=continues,
             updated_by=self._updated_by(updates),
             adds_to_gradients=self._adds_to_gradients(judged.observed.leaves_gradients),

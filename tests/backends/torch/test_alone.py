@@ -349,3 +349,21 @@ def test_a_weight_that_becomes_nan_by_hand_before_its_update(good):
     assert [finding.path for finding in report.findings()] == [model.layers[-1].kernel.path]
     step((X, Y))
     assert not step.verdict.refused and not same(state(model), before)
+
+
+def test_after_an_action_has_replaced_the_state_the_next_step_still_judges_the_last_update(away):
+    """Norms that are still on the device are dropped once, for the state that was replaced."""
+    model = network()
+    step = alone(model)
+    for _ in range(4):
+        step((X, Y))
+    step.run.replacements += 1
+    for _ in range(2):
+        step((X, Y))
+    assert step.verdict.finite
+    model.optimizer.learning_rate = 3e38
+    step((X, Y))
+    assert step.verdict.finite, "its update is not read yet"
+    step((X, Y))
+    (report,) = step.take_reports()
+    assert not math.isfinite(step.verdict.slots) and report.left_by_previous

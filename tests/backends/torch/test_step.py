@@ -610,6 +610,17 @@ def test_an_update_that_overflows(request, later):
     assert zoo.bad_entries(done.model) == []
 
 
+def test_an_update_that_overflows_after_a_rollback(away):
+    """It is reported for its own step, although its norms are read with those of the next one."""
+    guard = NanGuard(verbose=0, diagnose=False)
+    spoil = zoo.Before(lambda model: model.layers[-1].bias.assign([np.nan]), 3)
+    of = {"guard": guard, "epochs": 1, "callbacks": [spoil]}
+    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(8))), zoo.regression(batches=14), **of)
+    first, second, *_ = guard.incidents
+    assert first.step == 3 and "rollback" in [o.action for o in first.outcomes]
+    assert (second.step, second.refused, second.sites[0]) == (8, False, "weights")
+
+
 class RateOfItsOwn(keras.Model):
     """Its optimizer reads a rate that the step halves after the update."""
 
