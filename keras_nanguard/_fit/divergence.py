@@ -25,7 +25,6 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
-from keras_nanguard._core.incident import Incident
 from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, TrialResult, look_for_proof
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
@@ -82,7 +81,7 @@ class Divergence:
             self.due = step + 1
 
     @np.errstate(all="ignore")
-    def look(self, run: Run) -> Incident | None:
+    def look(self, run: Run) -> Lost | None:
         """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
         help.
 
@@ -103,7 +102,7 @@ class Divergence:
             run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
             return None
 
-    def _look(self, run: Run, began: int) -> Incident | None:
+    def _look(self, run: Run, began: int) -> Lost | None:
         """Look for a proof at the end of the window that began after a step."""
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
             self._rollbacks = run.counts.rollbacks
@@ -118,7 +117,7 @@ class Divergence:
         result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
         if isinstance(result, Lost):
             self._probation = result
-            return result.incident
+            return result
         self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
         return None
 
@@ -155,7 +154,7 @@ class Divergence:
         _write(run, abandoned)
         probation.restore_rates()
         run.plan_changes()
-        run.ring.forget_after(int(probation.incident.values["onset"]))
+        run.ring.forget_after(probation.restart.step)
         run.recent.restart()
         run.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."

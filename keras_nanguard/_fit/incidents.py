@@ -26,7 +26,7 @@ from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.overflow import is_ordinary
 from keras_nanguard._fit.perform import Response, perform
 from keras_nanguard._fit.poles import Poles, Unusable
-from keras_nanguard._fit.rollback import Replay
+from keras_nanguard._fit.rollback import Replay, Restart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import tried
@@ -286,16 +286,19 @@ class Incidents:
 
     # Explain, decide, perform, report
 
-    def handle(self, detected: Incident, report: Report | None = None) -> Incident:
+    def handle(
+        self, detected: Incident, report: Report | None = None, restart: Restart | None = None
+    ) -> Incident:
         """Explain an incident, decide, act, report it, and return it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
             report: the stored report of its step, if any.
+            restart: the change that helps a run that is proven to have diverged.
         """
         explained = self._explained(detected, report, self._run.agreement)
         incident = self._decided(self._stored(explained), report)
-        response = perform(self._run, incident, report, self.replay.rollbacks)
+        response = perform(self._run, incident, report, self.replay.rollbacks, restart)
         incident = self._apply(response, incident, explained.poles)
         self._publish(incident, response.lowered)
         if any(outcome.action == "raise_error" for outcome in incident.outcomes):
@@ -344,7 +347,7 @@ class Incidents:
         incident = incident.with_(diagnosis=diagnosis)
         values = dict(incident.values)
         if "divergence" in incident.causes:
-            values.setdefault("onset", onset(self._run.history.series))
+            values["onset"] = onset(self._run.history.series)
         poles = self._poles_of(incident)
         if poles:
             iteration, rate = min(poles.values())

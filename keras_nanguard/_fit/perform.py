@@ -17,7 +17,7 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import ActionContext
+from keras_nanguard._fit.rollback import ActionContext, Restart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -81,7 +81,13 @@ class Response:
     state_replaced: bool
 
 
-def perform(run: Run, incident: Incident, report: Report | None, replays: int) -> Response:
+def perform(
+    run: Run,
+    incident: Incident,
+    report: Report | None,
+    replays: int,
+    restart: Restart | None = None,
+) -> Response:
     """Perform every action of the incident's decision.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
@@ -91,11 +97,13 @@ def perform(run: Run, incident: Incident, report: Report | None, replays: int) -
         incident: the incident, with its decision.
         report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began.
+        restart: the change that helps a run that is proven to have diverged.
     """
     decision = incident.decision
     assert decision is not None
     lowers = any(action["action"] == "lower_lr" for action in decision.actions)
-    context = ActionContext(run, incident, report, replays, _rates(run) if lowers else {})
+    rates = _rates(run) if lowers else {}
+    context = ActionContext(run, incident, report, replays, rates, restart)
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
     restored = [one for one in done if one.restored]
@@ -160,7 +168,9 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
-    factor = min(float(p["factor"]), incident.values.get("rate_factor", math.inf))
+    factor = float(p["factor"])
+    if context.restart is not None:
+        factor = min(factor, context.restart.rate_factor)
     changed, rebuild = [], False
     for optimizer in run.train_state().optimizers:
         failed = context.rates_before.get(id(optimizer), 0.0)

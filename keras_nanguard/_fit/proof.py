@@ -35,6 +35,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
+from keras_nanguard._fit.rollback import Restart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -76,15 +77,15 @@ class Lost:
     """Proof that a run is lost, the change that helps, and what it abandons.
 
     Attributes:
-        incident: findings, and a diagnosis with the measurements as evidence. Its values are
-            `onset`, the step of the snapshot to restore, and `rate_factor`, the factor for the
-            learning rate.
+        incident: findings, and a diagnosis with the measurements as evidence.
+        restart: the change.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
         restore_rates: restores the learning rates from before the change.
     """
 
     incident: Incident
+    restart: Restart
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -316,10 +317,11 @@ class _Trials:
         advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
-        values = {"onset": step, "rate_factor": best.factor}
+        values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        return Lost(incident, self._trying.present, self._settings, restore_rates)
+        restart = Restart(step, best.factor)
+        return Lost(incident, restart, self._trying.present, self._settings, restore_rates)
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:

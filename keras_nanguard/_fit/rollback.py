@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
@@ -30,6 +30,15 @@ MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
 
+class Restart(NamedTuple):
+    """From where, and with which share of the learning rate, a diverged run trains better: the step
+    of the snapshot, and the factor of the rate.
+    """
+
+    step: int
+    rate_factor: float
+
+
 @dataclass(frozen=True, slots=True)
 class ActionContext:
     """What the actions of one decision have in common.
@@ -41,6 +50,8 @@ class ActionContext:
         replays: number of rollbacks since the first of the running replays began; 0 outside.
         rates_before: the learning rate of each optimizer before the first action, by `id`; empty
             unless an action lowers it.
+        restart: the change that helps a run that is proven to have diverged, `None` for another
+            incident.
     """
 
     run: Run
@@ -48,6 +59,7 @@ class ActionContext:
     report: Report | None
     replays: int
     rates_before: Mapping[int, float]
+    restart: Restart | None
 
     # Which snapshot
 
@@ -58,13 +70,17 @@ class ActionContext:
 
     def before_onset(self) -> Snapshot | None:
         """Return the newest snapshot from before the onset, or an older one if the last restored
-        one brought no progress; see `Ring.before_onset`.
+        one brought no progress; see `Ring.before_onset`. Of a proven divergence it is that of the
+        proof.
         """
-        run, values = self.run, self.incident.values
+        run, restored = self.run, self.run.counts.restored
         run.ring.promote(run.counts.good)
-        onset, restored = int(values.get("onset", self.incident.step)), run.counts.restored
-        if restored is not None and "rate_factor" not in values and not self._improved(restored):
-            onset = min(onset, max(restored - 1, 0))
+        if self.restart is not None:
+            onset = self.restart.step
+        else:
+            onset = int(self.incident.values.get("onset", self.incident.step))
+            if restored is not None and not self._improved(restored):
+                onset = min(onset, max(restored - 1, 0))
         first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
         return run.ring.before_onset(onset, first, lambda s: self._known_since(s) is not None)
 

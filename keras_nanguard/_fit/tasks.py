@@ -76,7 +76,7 @@ class Tasks:
         """Check whether the run is lost."""
         lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
         if lost is not None:
-            incident = self.incidents.handle(lost)
+            incident = self.incidents.handle(lost.incident, restart=lost.restart)
             changed = any(ACTIONS[name].changes for name in incident.changes)
             self.divergence.acted(self.run, changed)
         return self.divergence.due

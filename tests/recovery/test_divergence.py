@@ -158,6 +158,16 @@ class TestFinite:
         assert "rollback: restored the state before the first step" in str(first)
         assert any("With the weights before the first step" in text for text in first.diagnosis.evidence)
 
+    def test_the_onset(self):
+        """A callback raises the rate after 80 steps: the onset, although an older state is restored."""
+        guard = NanGuard(verbose=0)
+        raises = zoo.Before(lambda model: setattr(model.optimizer, "learning_rate", 3.0), batch=0, epoch=2)
+        fit(mlp(adam(1e-3)), guard, callbacks=[raises], epochs=6)
+        first = guard.incidents[0]
+        assert not first.refused and "restored the state before the first step" in str(first)
+        assert 80 <= first.values["onset"] <= 84
+        assert f"Onset at step {first.values['onset'] + 1}." in str(first)
+
     @pytest.mark.requires_backend("tensorflow", reason="from other first weights even a hundredth of the rate diverges")
     def test_dead_at_the_mean_of_the_targets(self):
         """All units are dead, but the output bias has learned the mean: better than untrained."""
