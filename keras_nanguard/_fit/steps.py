@@ -115,7 +115,7 @@ class Counts:
 
     def follow(self, rollbacks: int) -> None:
         """Continue the count of rollbacks of an earlier fit."""
-        self.rollbacks = rollbacks
+        self.rollbacks = self.epoch_rollbacks = rollbacks
 
     # Replays
 

@@ -260,6 +260,22 @@ def test_resumed(tmp_path):
 
 
 @ONCE
+def test_rollbacks_of_an_epoch_that_resumes(tmp_path):
+    """Those before the process ended are not of this epoch."""
+    data, dies = zoo.poison(zoo.regression(), 2), zoo.Before(zoo.raising(KeyboardInterrupt), 8, epoch=0)
+    rule = {"name": "r", "cause": "input_nonfinite", "do": "rollback"}
+    policy = {"rules": [rule], "snapshot": {"every": 5, "verify_after": 1}}
+
+    def guard():
+        return NanGuard(policy, directory=tmp_path, resume=True, verbose=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(zoo.plain, data, guard=guard(), callbacks=[dies])
+    run = zoo.run(zoo.plain, data, guard=guard())
+    assert run.history["nanguard/rollbacks"] == [0, 1]
+
+
+@ONCE
 def test_length_of_a_run_in_a_known_directory(tmp_path):
     """`epochs` and `steps_per_epoch` are those of the last fit, also in a new process."""
     for epochs in (1, 2):
