@@ -388,7 +388,8 @@ class Incidents:
             self.replay.continue_with(response.rerun)  # its steps reach the poles again
         else:
             if response.rerun is not None:
-                outcomes = self._replay_undone(response.rerun, incident.with_(outcomes=outcomes))
+                acted = incident.with_(outcomes=outcomes)
+                outcomes = self._replay_undone(response.rerun, acted, response.lowered)
             outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
         if response.state_replaced:
             run.count_replacement()
@@ -396,14 +397,16 @@ class Incidents:
         run.ring.save_changes(run.changes)
         return incident.with_(outcomes=outcomes)
 
-    def _replay_undone(self, rerun: Rerun, incident: Incident) -> tuple[Outcome, ...]:
+    def _replay_undone(
+        self, rerun: Rerun, incident: Incident, lowered: Sequence[Lowered]
+    ) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
         history, result = self._run.history, ""
         before = level_of(history.undone)
         try:
             self.replay.run(rerun)
         except BaseException:
-            self._publish(incident)
+            self._publish(incident, lowered)
             raise
         after = level_of(history.last(WINDOW))
         if before is not None and after is not None:

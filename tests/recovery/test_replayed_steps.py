@@ -84,3 +84,18 @@ def test_a_step_that_is_undone_leaves_nothing_in_the_metrics():
     model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
     assert guard.session.run.step == 0 and guard.stopped
     assert not any(np.any(keras.ops.convert_to_numpy(variable)) for variable in model.metrics_variables)
+
+
+def test_an_interrupted_replay_is_reported_with_the_lowered_rate(capsys, monkeypatch):
+    """Ctrl-C during the replay of the undone steps."""
+    rule = {"name": "bad data", "cause": "input_nonfinite", "do": [{"rollback": {"replay_steps": True}}, "lower_lr"]}
+    guard = NanGuard({"rules": [rule]})
+
+    def interrupt(model):
+        monkeypatch.setattr(guard.session.run.access, "run_again", zoo.raising(KeyboardInterrupt))
+
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(zoo.plain, zoo.poison(zoo.regression(), 5), guard=guard, callbacks=[zoo.Before(interrupt, 5)])
+    (incident,) = guard.incidents
+    assert incident.changes == ("rollback", "lower_lr")
+    assert "; learning rate 0.001 -> 0.0001." in capsys.readouterr().out
