@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,14 @@ def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
     largest = finiteness.largest(value)
     if largest > limit:
         yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
+
+
+def bad_scales(train_state: TrainState) -> Iterator[Finding]:
+    """Yield a finding for each loss scale that is NaN or infinite."""
+    for scale, _ in train_state.scales:
+        value = float(keras_variables.read(scale))
+        if not isfinite(value):
+            yield Finding("loss_scale", "collapse", str(scale.path), value=value)
 
 
 class StateCheck:

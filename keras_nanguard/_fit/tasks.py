@@ -11,7 +11,7 @@ from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.monitors import LayerLooks, Monitors
 from keras_nanguard._fit.overflow import needs_low_scale
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.run import Run, bad_scales
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
 from keras_nanguard._policy.actions import ACTIONS
 
@@ -111,7 +111,10 @@ class Tasks:
             which = " of the state before the first step" if first else ""
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
-            self.incidents.handle(incident_of(run, run.scan(before=first)))
+            bad = [*run.scan(before=first), *bad_scales(run.train_state())]
+            incident = self.incidents.handle(incident_of(run, bad))
+            if first and "fix_loss_scale" in incident.changes:
+                return self.take_snapshot()
         return not obstacle
 
 

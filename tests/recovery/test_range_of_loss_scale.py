@@ -64,3 +64,23 @@ def test_needlessly_low():
     (incident,) = guard.incidents
     assert incident.diagnosis.cause == "loss_scale_collapsed"
     assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 1024.0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_scale_before_training(value, capsys):
+    """It is reported and reset before the first step: no step is refused, and a snapshot is kept."""
+    x, y = data(1.0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])
+    optimizer = LossScale(keras.optimizers.SGD(0.01), initial_scale=2.0**10)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    optimizer.dynamic_scale.assign(value)
+    guard, kept = NanGuard(), []
+    see = keras.callbacks.LambdaCallback(on_train_end=lambda logs: kept.append(guard.session.run.ring.start))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[see, guard])
+    (incident,) = guard.incidents
+    assert [(f.site, f.kind) for f in incident.findings] == [("loss_scale", "collapse")]
+    assert incident.diagnosis.cause == "loss_scale_collapsed" and incident.changes == ("fix_loss_scale",)
+    assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 1024.0
+    assert guard.summary().startswith("NanGuard: 8 steps, 0 skipped, 1 incident.") and kept[0] is not None
+    assert "the loss scale collapsed; loss scale reset" in capsys.readouterr().out
