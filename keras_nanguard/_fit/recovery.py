@@ -62,6 +62,10 @@ class Recovery:
         """Note the status of each outcome by its action."""
         self.policy_state = self.policy_state.performed(status)
 
+    def continue_streaks(self, of: PolicyState) -> None:
+        """Continue with the streaks of another state; replayed steps have streaks of their own."""
+        self.policy_state = self.policy_state.with_streaks_of(of)
+
     def count_good_result(self, site: Site) -> None:
         """Note a result of this site that is finite."""
         self.policy_state = self.policy_state.with_good_result(site)
@@ -140,12 +144,15 @@ class Recovery:
 
     # For the next fit, and another process
 
-    def saved(self, optimizers: Sequence[Any], committed: int, rollbacks: int) -> GuardState:
-        """Return the record of all changes. Its numbers may be invalid: the user may have set them.
+    def saved(
+        self, optimizers: Sequence[Any], steps: int, committed: int, rollbacks: int
+    ) -> GuardState:
+        """Return the record of all changes, for a fit that begins now. Its numbers may be invalid:
+        the user may have set them.
 
         Args:
             optimizers: those of the run.
-            committed, rollbacks: its counters.
+            steps, committed, rollbacks: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -161,7 +168,7 @@ class Recovery:
         at = None if self.lowering.at is None else self.lowering.at - committed
         estimate = self.recalibration
         return GuardState.model_construct(
-            policy_state=self.policy_state,
+            policy_state=self.policy_state.after_fit(steps),
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
             settings=tuple(settings),
             rollbacks=rollbacks,
@@ -181,7 +188,7 @@ class Recovery:
                 ones, or another callback has restored them, and values that were set since the
                 record are kept.
         """
-        self.policy_state = state.policy_state.resumed()
+        self.policy_state = state.policy_state
         for optimizer, done, settings in zip(optimizers, state.rates, state.settings):
             if done is not None:
                 self.rate(optimizer).resume(done, write)
@@ -264,7 +271,7 @@ class Recovery:
         """Continue counting from fewer committed steps."""
         if self.lowering.at is not None:
             self.lowering = self.lowering.replaced(at=min(self.lowering.at, committed))
-        self.policy_state = self.policy_state.rewound()
+        self.continue_streaks(PolicyState())
 
 
 # State that outlives the fit
@@ -283,7 +290,7 @@ class GuardState(Record):
     """The state of the guard besides the state of the model.
 
     Attributes:
-        policy_state: the state of the policy.
+        policy_state: the state of the policy, for a fit that begins now.
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their current values.
         rollbacks: number of rollbacks.

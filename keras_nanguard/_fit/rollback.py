@@ -236,7 +236,7 @@ class Replay:
         same as before.
         """
         run, step, stopped = self._run, self._run.step, self._run.stopped
-        refused = run.counts.last_refused
+        refused, streaks = run.counts.last_refused, run.recovery.policy_state
         self.pending = rerun
         try:
             while self._batches or self.pending is not None:
@@ -249,6 +249,7 @@ class Replay:
         finally:
             self.rollbacks, self.pending = 0, None
             run.counts.end_replay(step, refused)
+            run.recovery.continue_streaks(streaks)
             self._batches.clear()
         run.access.sync_variables()
         for variable, value in self._metrics:

@@ -349,7 +349,7 @@ class Run:
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
         counts, optimizers = self.counts, self.train_state().optimizers
-        return self.recovery.saved(optimizers, counts.committed, counts.rollbacks)
+        return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

@@ -87,11 +87,13 @@ class RuleState(Record):
 
 
 class PolicyState(Record):
-    """The counts of a policy. Start with `PolicyState()`; `decide` returns the next one.
+    """The counts of a policy. Start with `PolicyState()`; `decide` returns the next one. Its steps
+    are counted from the first fit on.
 
     Attributes:
-        step: the latest step of any incident, None before the first.
-        last: the latest bad step, None before the first.
+        earlier: number of steps before this fit.
+        step: the step of the last incident, None before the first.
+        last: the last bad step of the streak, None before the first.
         consecutive: bad steps in a row, up to `last`.
         climb: number of `consecutive` steps not explained by bad data; it selects the stage of the
             escalation.
@@ -103,6 +105,7 @@ class PolicyState(Record):
             results.
     """
 
+    earlier: int = Field(default=0, ge=0)
     step: int | None = None
     last: int | None = None
     consecutive: int = Field(default=0, ge=0)
@@ -115,16 +118,11 @@ class PolicyState(Record):
     def counted(self, incident: Incident, matching: Iterable[str]) -> PolicyState:
         """Return the state after one more incident.
 
-        An incident that is reported after that of a later step counts as the step after the later
-        one. So a streak does not depend on the order of the reports.
-
         Args:
             incident: the incident.
             matching: names of the rules that match it.
         """
-        step = incident.step
-        if self.step is not None and step < self.step:
-            step = self.step + 1
+        step = self.earlier + incident.step
         changes: dict[str, Any] = {"step": step}
         if is_bad_step(incident) and step != self.last:
             joined = self.last is not None and step - self.last == 1
@@ -187,25 +185,24 @@ class PolicyState(Record):
         kept = {name for name in self.without_effect if status.get(name) != "done"}
         return self.replaced(without_effect=tuple(sorted(kept | skipped)))
 
-    def rewound(self) -> PolicyState:
-        """Return this state for steps that are replayed: each counts as a later step."""
-        return self if self.step is None else self.replaced(step=self.step + 1)
-
-    def resumed(self) -> PolicyState:
-        """Return this state for a fit that counts its steps from 0: budgets stay, streaks end."""
-        if self.step is None:
-            return self
-        by = -(self.step + 2)
+    def with_streaks_of(self, other: PolicyState) -> PolicyState:
+        """Return this state with all streaks of another one. Replayed steps and those of the next
+        fit begin new streaks, as in `PolicyState()`.
+        """
         return self.replaced(
-            step=-2,
-            last=None if self.last is None else self.last + by,
-            refused=tuple(step + by for step in self.refused),
-            action_steps={
-                name: tuple(step + by for step in steps)
-                for name, steps in self.action_steps.items()
-            },
-            rules={},
+            last=other.last,
+            consecutive=other.consecutive,
+            climb=other.climb,
+            without_effect=other.without_effect,
+            rules=other.rules,
         )
+
+    def after_fit(self, steps: int) -> PolicyState:
+        """Return this state for the next fit, after one of this many complete steps: budgets stay,
+        streaks end.
+        """
+        earlier = self.earlier + steps + 1  # the last incident may be about the step after these
+        return self.with_streaks_of(PolicyState()).replaced(earlier=earlier)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from keras_nanguard._core.literals import KINDS, SITES
 from keras_nanguard._policy.decide import PolicyState, RuleState
 
 RESULTS = ("validation", "predictions")
-GAPS = (0, 0, 0, 1, 1, 1, 1, 2, -1, -7, 199, 200, 201, 4998, 4999, 5000, 5001)
-"""Steps from one incident to the next: also some that are reported late, and the ends of windows."""
+GAPS = (0, 0, 0, 1, 1, 1, 1, 2, 199, 200, 201, 4998, 4999, 5000, 5001)
+"""Steps from one incident to the next: also the ends of windows."""
 
 
 def is_bad(incident):
@@ -27,26 +27,12 @@ def is_of_data(incident):
     return incident.refused and "state" not in sites and of_data
 
 
-class Reference:
-    """All events. An incident is at its step, or after the latest one if that is a later step."""
+class Streaks:
+    """The incidents and good results of which streaks consist, and the outcomes of actions."""
 
     def __init__(self):
-        self.now = None
         self.seen = []  # (place, incident, rules), or (None, site, ()) for a good result
-        self.fit = 0  # how many of them are of earlier fits
-        self.done = []  # (place, action)
         self.outcomes = []  # (number of `seen` before, action, status)
-
-    def add(self, incident, rules):
-        late = self.now is not None and incident.step < self.now
-        self.now = self.now + 1 if late else incident.step
-        self.seen.append((self.now, incident, rules))
-
-    def resumed(self):
-        """The latest step of earlier fits is -2, so that 0 is not the step after it."""
-        by, self.now, self.fit = -2 - self.now, -2, len(self.seen)
-        self.seen = [(at if at is None else at + by, *rest) for at, *rest in self.seen]
-        self.done = [(at + by, action) for at, action in self.done]
 
     def bad(self, until=None):
         """Return the first bad incident of each bad step, by its number in `seen`."""
@@ -59,7 +45,7 @@ class Reference:
     def steps_in_a_row(self, name):
         """No good step is between two steps in a row."""
         places, count = [], 0
-        for number, (at, _, rules) in enumerate(self.seen[self.fit :], self.fit):
+        for number, (at, _, rules) in enumerate(self.seen):
             if name in rules and not self.site(number) and at not in places:
                 bad = self.bad(number + 1)
                 joined = places and (at - places[-1] == 1 or all(n in bad for n in range(places[-1], at + 1)))
@@ -68,7 +54,7 @@ class Reference:
 
     def results_in_a_row(self, site, name):
         count, last = 0, None
-        for number, (at, incident, rules) in enumerate(self.seen[self.fit :], self.fit):
+        for number, (at, incident, rules) in enumerate(self.seen):
             matches = self.site(number) == site and name in rules
             if matches or site == incident or (at is not None and site in incident.sites):
                 count, last = count + 1 if matches else 0, at
@@ -78,7 +64,7 @@ class Reference:
         at, incident, _ = self.seen[number]
         return next((site for site in RESULTS if at is not None and site in incident.sites), "")
 
-    def state(self):
+    def fields(self):
         bad, last = self.bad(), max(self.bad(), default=None)
         row = 0
         while last is not None and last - row in bad:
@@ -86,25 +72,70 @@ class Reference:
         streak = sorted(bad)[len(bad) - row :]
         began = bad[streak[0]] if streak else -1
         status = {action: status for number, action, status in self.outcomes if number > began}
-        refused = {at for at, incident, _ in self.seen if at is not None and incident.refused}
         rules = {name: self.steps_in_a_row(name) for name in "ab"}
         rules |= {f"{site}:{name}": self.results_in_a_row(site, name) for site in RESULTS for name in "ab"}
+        return {
+            "last": last,
+            "consecutive": row,
+            "climb": sum(not is_of_data(self.seen[bad[at]][1]) for at in streak),
+            "without_effect": tuple(sorted(action for action, one in status.items() if one == "skipped")),
+            "rules": {key: one for key, one in rules.items() if one is not None},
+        }
+
+
+class Reference:
+    """All events, at their steps since the first fit. Replays and new fits begin new streaks; after
+    replays those from before continue.
+    """
+
+    def __init__(self):
+        self.fit = 0  # the steps of earlier fits
+        self.now = None
+        self.streaks = Streaks()
+        self.outer = None  # the streaks from before the replays
+        self.refused, self.done = [], []  # place; (place, action)
+
+    def add(self, incident, rules):
+        self.now = self.fit + incident.step
+        self.streaks.seen.append((self.now, incident, rules))
+        self.refused += [self.now] * incident.refused
+
+    def replay(self):
+        self.outer = self.outer or self.streaks
+        self.streaks = Streaks()
+
+    def end_replays(self):
+        self.streaks, self.outer = self.outer, None
+
+    def end_fit(self, steps):
+        """Its last incident may be about a further step, so the next fit begins after that."""
+        self.fit += steps + 1
+        self.streaks, self.outer = Streaks(), None
+
+    def state(self):
         places = {}
         for at, action in self.done:
             places[action] = (*places.get(action, ()), at)
         return PolicyState(
+            earlier=self.fit,
             step=self.now,
-            last=last,
-            consecutive=row,
-            climb=sum(not is_of_data(self.seen[bad[at]][1]) for at in streak),
-            refused=tuple(sorted(at for at in refused if at > max(refused) - 200)),
-            action_steps={action: tuple(at for at in all if at > all[-1] - 5000) for action, all in places.items()},
-            without_effect=tuple(sorted(action for action, one in status.items() if one == "skipped")),
-            rules={key: one for key, one in rules.items() if one is not None},
+            refused=tuple(sorted({*within(200, self.refused)})),
+            action_steps={action: within(5000, all) for action, all in places.items()},
+            **self.streaks.fields(),
         )
 
     def times(self, action):
-        return sum(at > self.now - 5000 for at, done in self.done if done == action)
+        places = within(5000, [at for at, done in self.done if done == action])
+        return sum(at > self.now - 5000 for at in places)
+
+
+def within(window, places):
+    """The places, in the order of time, until one that is a whole window later comes."""
+    return tuple(at for n, at in enumerate(places) if all(later - at < window for later in places[n:]))
+
+
+def in_order(state):
+    return state.replaced(refused=tuple(sorted(state.refused)))
 
 
 def drawn(draw, step):
@@ -123,37 +154,46 @@ def test_the_counts_are_those_of_all_events(seed):
     """Windows and streaks, after each incident, result, action, replay and new fit."""
     draw = random.Random(seed)
     for _ in range(60):
-        state, reference = PolicyState(), Reference()
-        assert state.rewound() == state.resumed() == state and state.times("clip") == 0
-        while len(reference.seen) < 20:
-            incident, rules = drawn(draw, max(0, (reference.now or 0) + draw.choice(GAPS)))
+        state, reference, step, number, before, back = PolicyState(), Reference(), 0, 0, None, 0
+        assert state.times("clip") == 0
+
+        while number < 20:
+            number, step = number + 1, step + draw.choice(GAPS)
+            incident, rules = drawn(draw, step)
             reference.add(incident, rules)
             state = state.counted(incident, rules)
-            assert state == reference.state()
+            assert in_order(state) == reference.state()
             for name in rules:
                 site = next((site for site in RESULTS if site in incident.sites), "")
-                found = reference.results_in_a_row(site, name) if site else reference.steps_in_a_row(name)
+                streaks = reference.streaks
+                found = streaks.results_in_a_row(site, name) if site else streaks.steps_in_a_row(name)
                 assert state.in_a_row(name, incident) == found.consecutive
             assert all(state.times(action) == reference.times(action) for action in ("rollback", "clip"))
             actions = draw.choice(((), ("rollback",), ("rollback", "clip")))
             reference.done += [(reference.now, action) for action in actions]
             state = state.acted(actions)
             outcomes = {name: draw.choice(("done", "skipped")) for name in draw.sample(("clip", "rollback"), draw.choice((0, 1, 2)))}
-            reference.outcomes += [(len(reference.seen), *outcome) for outcome in outcomes.items()]
+            reference.streaks.outcomes += [(len(reference.streaks.seen), *outcome) for outcome in outcomes.items()]
             state = state.performed(outcomes)
             if draw.random() < 0.2:
-                reference.seen.append((None, draw.choice(RESULTS), ()))
-                state = state.with_good_result(reference.seen[-1][1])
+                reference.streaks.seen.append((None, draw.choice(RESULTS), ()))
+                state = state.with_good_result(reference.streaks.seen[-1][1])
+            if draw.random() < 0.2:  # a rollback, also one of a replayed step
+                before, back = (state, step) if before is None else (before, back)
+                step -= min(step, draw.choice((0, 1, 3, 300)))
+                reference.replay()
+                state = state.with_streaks_of(PolicyState())
+            elif before is not None and (step >= back or draw.random() < 0.3):
+                state, before, step = state.with_streaks_of(before), None, max(step, back)
+                reference.end_replays()
             if draw.random() < 0.1:
-                reference.now += 1
-                state = state.rewound()
-            if draw.random() < 0.1:
-                reference.resumed()
-                state = state.resumed()
-            assert state == reference.state()
+                steps = step + draw.choice((0, 1, 300, 6000))
+                reference.end_fit(steps)
+                state, before, step = state.after_fit(steps), None, 0
+            assert in_order(state) == reference.state()
 
 
-@pytest.mark.parametrize("name", ["consecutive", "climb"])
+@pytest.mark.parametrize("name", ["earlier", "consecutive", "climb"])
 def test_a_saved_count_is_not_negative(name):
     assert PolicyState(**{name: 0}) == PolicyState()
     with pytest.raises(PolicyError, match=f"{name}: expected a number >= 0, received -1"):

@@ -80,3 +80,17 @@ def decided(faults, policy="recover"):
 def test_same_decisions(name):
     faults, lines, *policy = TABLE[name]
     assert decided(faults, *policy) == (lines, pytest.approx(1e-3))
+
+
+def test_a_later_fit_remembers_how_many_good_steps_came_since():
+    """Three refused steps long ago are not among the last 200: without the second `fit`, nor with it."""
+    x, y = np.ones((420, 4), "float32"), np.ones((420, 1), "float32")
+    for epochs in ([2], [1, 1]):
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        guard, done = NanGuard(max_refused_share=0.02, verbose=0), []
+        with inject(model, site="inputs", step=5, count=3), inject(model, site="inputs", step=425):
+            for number, several in enumerate(epochs):
+                model.fit(x, y, batch_size=1, epochs=several + number, initial_epoch=number, verbose=0, callbacks=[guard])
+        done = [outcome.action for incident in guard.incidents for outcome in incident.outcomes]
+        assert done == ["skip"] * 4, epochs
