@@ -152,6 +152,7 @@ class Divergence:
             return
         self._enabled = False
         _write(run, abandoned)
+        run.count_replacement()
         probation.restore_rates()
         run.plan_changes()
         run.ring.forget_after(probation.restart.step)

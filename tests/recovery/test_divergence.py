@@ -259,6 +259,7 @@ class TestProbation:
         assert rate == pytest.approx(1e-9), "a rate that a callback has set stays"
         state = guard.session.guard_state
         assert not state.lowering.diverged and state.lowering.at is None, "nothing of the action is left"
+        assert guard.session.run.replacements == 2, "a step that was started before would not count"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
 
