@@ -276,6 +276,21 @@ class Incident:
         return tuple(action for action in done if action not in ("skip", "warn"))
 
     @property
+    def onset(self) -> float | None:
+        """The step at which a divergence began; `None` without one."""
+        return self.values.get("onset")
+
+    @property
+    def pole(self) -> float | None:
+        """The iteration at which a schedule gave no usable learning rate; `None` if none did."""
+        return self.values.get("pole")
+
+    @property
+    def bad_at_start(self) -> bool:
+        """Whether the step is known to be bad from the state before the first step, too."""
+        return "bad_at_start" in self.values
+
+    @property
     def moment(self) -> str:
         """Step, epoch and batch in words, counted from 1: `step 6 (epoch 1, batch 6)`."""
         return moment_of(self, f", batch {self.batch + 1}")
@@ -286,9 +301,8 @@ class Incident:
         refused = " refused" if self.refused else ""
         parts = [f"{self.moment}{refused}: {self.first or 'incident'}{also}."]
         if self.diagnosis is not None:
-            onset = self.values.get("onset")
-            if onset is not None and onset < self.step:  # of a divergence, noticed later
-                parts.append(f"Onset at step {onset + 1:.0f}.")
+            if self.onset is not None and self.onset < self.step:  # of a divergence, noticed later
+                parts.append(f"Onset at step {self.onset + 1:.0f}.")
             parts.append(self.diagnosis.headline)
             parts += self.diagnosis.advice if needs_user(self) else ()
         outcomes = sorted(self.outcomes, key=lambda outcome: outcome.status)  # done, then skipped

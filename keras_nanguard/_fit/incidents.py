@@ -204,7 +204,7 @@ class Incidents:
             state: the numbers of committed steps and rollbacks before the incident.
         """
         run, back = self._run, "rollback" in incident.changes
-        if not is_of_data(incident) or "bad_at_start" in incident.values:
+        if not is_of_data(incident) or incident.bad_at_start:
             again = step - 1 == self._unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):

@@ -78,7 +78,8 @@ class ActionContext:
         if self.restart is not None:
             onset = self.restart.step
         else:
-            onset = int(self.incident.values.get("onset", self.incident.step))
+            found = self.incident.onset
+            onset = self.incident.step if found is None else int(found)
             if restored is not None and not self._improved(restored):
                 onset = min(onset, max(restored - 1, 0))
         first = min((m.loss for m in run.history.first(run.step)), default=math.inf)

@@ -66,7 +66,7 @@ def is_of_data(incident: Incident) -> bool:
     """Return whether a step was refused because of its batch."""
     if not incident.refused or "state" in incident.sites:
         return False
-    if "bad_at_start" in incident.values:
+    if incident.bad_at_start:
         return True
     return not incident.causes.isdisjoint(BAD_DATA) or bool(
         {"inputs", "targets"} & {*incident.sites}

@@ -105,11 +105,11 @@ def _head(incident: Incident) -> str:
 
 
 def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
-    diagnosis, first, values = incident.diagnosis, incident.first, incident.values
+    diagnosis, first, pole = incident.diagnosis, incident.first, incident.pole
     blamed = diagnosis is not None and diagnosis.culprit.endswith("/learning_rate")
-    if blamed or "pole" in values:
-        at = f" at iteration {values['pole']:.0f}" if "pole" in values else ""
-        rate = values.get("learning_rate")  # a custom function is not read
+    if blamed or pole is not None:
+        at = "" if pole is None else f" at iteration {pole:.0f}"
+        rate = incident.values.get("learning_rate")  # a custom function is not read
         return f"the learning rate was {'out of range' if rate is None else f'{rate:.3g}'}{at}"
     pattern = CAUSE_WORDS[diagnosis.cause].get("reason") if diagnosis is not None else None
     if diagnosis is None or pattern is None:
