@@ -382,7 +382,7 @@ class Incidents:
         outcomes = run.agreement.outcomes(response.outcomes)
         if decision.terminal:
             run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
-        run.recovery.performed({outcome.action: outcome.status for outcome in outcomes})
+        run.recovery.performed(outcomes)
         run.recording.actions(outcomes)
         if response.rerun is not None and self.replay.rollbacks:
             self.replay.continue_with(response.rerun)  # its steps reach the poles again

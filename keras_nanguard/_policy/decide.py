@@ -23,15 +23,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 
-from keras_nanguard._core.incident import Decision, Incident
+from keras_nanguard._core.incident import Decision, Incident, Outcome
 from keras_nanguard._core.literals import causes_with
-from keras_nanguard._policy.actions import Action, Skip
+from keras_nanguard._policy.actions import REPORT, Action, Skip
 from keras_nanguard._policy.policy import RESULT_SITES, Policy
 from keras_nanguard._policy.records import Record
 
@@ -178,12 +178,13 @@ class PolicyState(Record):
             found[name] = tuple(earlier for earlier in recent if earlier > step - BUDGET_WINDOW)
         return self.replaced(action_steps=found)
 
-    def performed(self, status: Mapping[str, str]) -> PolicyState:
-        """Return the state after the actions were done; `status` is that of each outcome by action.
-        An action without effect is not repeated."""
-        skipped = {name for name, what in status.items() if what == "skipped"}
-        kept = {name for name in self.without_effect if status.get(name) != "done"}
-        return self.replaced(without_effect=tuple(sorted(kept | skipped)))
+    def performed(self, outcomes: Sequence[Outcome]) -> PolicyState:
+        """Return the state after actions with these outcomes. One without effect is not repeated;
+        of several calls, one that was done is enough.
+        """
+        done = {outcome.action for outcome in outcomes if outcome.status == "done"}
+        all_names = {*self.without_effect, *(outcome.action for outcome in outcomes)}
+        return self.replaced(without_effect=tuple(sorted(all_names - done)))
 
     def with_streaks_of(self, other: PolicyState) -> PolicyState:
         """Return this state with all streaks of another one. Replayed steps and those of the next
@@ -351,13 +352,13 @@ def _within_budget(policy: Policy, state: PolicyState, choice: _Choice) -> _Choi
 
 
 def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> list[Action]:
-    """Return each action once, by phase; `skip` only if nothing is changed and training
-    continues.
+    """Return each action once, by phase: of each change the first, and of reports each function and
+    message; `skip` only if nothing is changed and training continues.
     """
-    chosen: dict[str, Action] = {}
+    chosen: dict[str | Action, Action] = {}
     for action in actions:
         if refuse or not (action.changes or action.terminal):
-            chosen.setdefault(action.name, action)
+            chosen.setdefault(action if action.phase == REPORT else action.name, action)
     more = any(action.changes or action.terminal for action in chosen.values())
     chosen.pop("skip", None)
     if incident.refused and not more:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from keras_nanguard import Diagnosis, Finding, Incident, PolicyError
+from keras_nanguard import Diagnosis, Finding, Incident, Outcome, PolicyError
 from keras_nanguard._core.literals import KINDS, SITES
 from keras_nanguard._policy.decide import PolicyState, RuleState
 
@@ -174,7 +174,7 @@ def test_the_counts_are_those_of_all_events(seed):
             state = state.acted(actions)
             outcomes = {name: draw.choice(("done", "skipped")) for name in draw.sample(("clip", "rollback"), draw.choice((0, 1, 2)))}
             reference.streaks.outcomes += [(len(reference.streaks.seen), *outcome) for outcome in outcomes.items()]
-            state = state.performed(outcomes)
+            state = state.performed([Outcome(*outcome) for outcome in outcomes.items()])
             if draw.random() < 0.2:
                 reference.streaks.seen.append((None, draw.choice(RESULTS), ()))
                 state = state.with_good_result(reference.streaks.seen[-1][1])

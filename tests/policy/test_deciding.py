@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from keras_nanguard import Diagnosis, Finding, Incident, Policy
+from keras_nanguard import Diagnosis, Finding, Incident, Outcome, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import BAD_DATA, RATE_CURES, PolicyState, decide
 from keras_nanguard._policy.policy import warnings_about
@@ -61,6 +61,11 @@ DECIDED = {
     "reports besides the escalation": (
         rules({"do": ["warn", {"call": {"function": "page"}}]}, {"site": "inputs", "do": "warn"}),
         ROW[:3], [["warn", "call", "skip"]] * 2 + [["warn", "call", "rollback", "lower_lr"]], "rule 0 + escalation: 3 bad steps in a row.",
+    ),
+    "each function and message of the rules and the policy, once": (
+        rules({"do": [{"call": {"function": "log"}}, {"call": {"function": "page"}}]}, {"do": [{"warn": {"message": "!"}}, "warn"]},
+              {"do": [{"call": {"function": "page"}}, {"warn": {"message": "!"}}]}, escalation=[{"call": {"function": "escalate"}}, "stop"]),
+        [bad(5)], [["call", "call", "warn", "warn", "call", "skip"]], "rule 0 + rule 1 + rule 2 + escalation: The first bad step.",
     ),
     "no rule keeps training from ending": (
         rules({"do": "skip"}, escalation=["skip"], max_consecutive_refused=7), ROW[:7], [*[["skip"]] * 6, ["stop"]],
@@ -190,7 +195,7 @@ def test_a_stage_that_changed_nothing_is_not_repeated():
     for step in (50, 51, 52, 53, 54, 55, 60, 61, 62):
         decision, state = decide(policy, state, bad(step))
         done.append([action["action"] for action in decision.actions])
-        state = state.performed({"lower_lr": "skipped"} if "lower_lr" in done[-1] else {})
+        state = state.performed([Outcome("lower_lr", "skipped")] if "lower_lr" in done[-1] else [])
     assert done[2] == ["rollback", "lower_lr"] and done[5] == ["rollback"]
     assert done[8] == ["rollback", "lower_lr"]
 
@@ -230,6 +235,13 @@ def test_replayed_steps_do_not_join_the_streak_that_led_to_them():
     for step in (54, 56, 58):
         _, after = decide(HEALS, after, bad(step))
         assert after.consecutive == 1
+
+
+def test_a_call_that_fails_does_not_end_another_one():
+    """A stage whose function was called is not omitted later because another function raised."""
+    outcomes = [Outcome("call", "done"), Outcome("call", "skipped"), Outcome("clip", "skipped")]
+    for ordered in (outcomes, outcomes[::-1]):
+        assert PolicyState().performed(ordered).without_effect == ("clip",)
 
 
 def test_tables_of_a_policy_are_the_defaults_of_its_actions():
