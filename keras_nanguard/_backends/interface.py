@@ -263,14 +263,14 @@ class Host:
         return [payload]
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
-        """Return the state of the generator that belongs to no variable, or `None`."""
+        """Return the state of the generators that belong to no variable, or `None`."""
         return None
 
     def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
         """Restore this state. A state of another backend is ignored."""
 
     def advance_generator(self) -> None:
-        """Advance this generator, if there is one."""
+        """Advance these generators, if there are any."""
 
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Return a context without recording for a backward pass."""

@@ -49,6 +49,30 @@ def in_loop(body, model, optimizers=None, **more):
     return Transaction(body, facts(model, optimizers, **more), **of)
 
 
+class DeviceGenerator:
+    """The generator of a GPU in torch's interface: it counts its draws by an offset."""
+
+    def __init__(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def get_state(self):
+        return torch.tensor([self.seed, self.offset]).view(torch.uint8)
+
+    def set_state(self, state):
+        self.seed, self.offset = state.view(torch.int64).tolist()
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def draw(self):
+        """Draw a number, like a kernel; return the offset at which it is drawn."""
+        self.offset += 4
+        return self.offset - 4
+
+
 def state(model):
     return [np.array(ops.convert_to_numpy(v)) for v in (*model.variables, *model.optimizer.variables)]
 

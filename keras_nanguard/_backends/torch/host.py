@@ -1,4 +1,4 @@
-"""Process functions of PyTorch: the processes that train together, and the random generator.
+"""Process functions of PyTorch: the processes that train together, and the random generators.
 
 All messages use the guard's own process group on the CPU. So they cannot be confused with messages
 of the training (a bucket of gradients), and have their own time limit: that of the default process
@@ -32,8 +32,22 @@ LOST = re.compile(r"gloo|NCCL|[Cc]onnection (?:reset|closed)|Broken pipe|[Tt]ime
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of modules that communicate; `fully_shard` makes the last one."""
 
+DRAW = 4
+"""Steps by which one draw advances the generator of a GPU; torch accepts only multiples of it."""
+
 _GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The guard's group for each default group."""
+
+
+def generators() -> list[Any]:
+    """Return torch's global generators, which unseeded dropout and noise use: that of the CPU, then
+    those of all GPUs, if CUDA is in use.
+    """
+    return [torch.default_generator, *_of_devices()]
+
+
+def _of_devices() -> Sequence[Any]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def place() -> tuple[int, int]:
@@ -132,13 +146,21 @@ class Host(interface.Host):
         return found
 
     def generator_state(self) -> np.ndarray[Any, Any] | None:
-        return np.array(torch.get_rng_state().numpy())
+        return np.concatenate([g.get_state().numpy() for g in generators()])
 
     def set_generator_state(self, state: np.ndarray[Any, Any]) -> None:
-        torch.set_rng_state(torch.from_numpy(np.array(state)))
+        """Restore this state, as far as there are as many GPUs as when it was read."""
+        rest = torch.from_numpy(np.array(state))
+        for generator in generators():
+            size = generator.get_state().numel()
+            if len(rest):
+                generator.set_state(rest[:size])
+            rest = rest[size:]
 
     def advance_generator(self) -> None:
         torch.rand(1)
+        for generator in _of_devices():  # a draw would begin to use every GPU
+            generator.set_offset(generator.get_offset() + DRAW)
 
     def without_gradients(self) -> AbstractContextManager[Any]:
         made: AbstractContextManager[Any] = torch.no_grad()

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from keras_nanguard._backends.torch import host
 from keras_nanguard._backends.torch.modules import kept_settings
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
@@ -91,7 +92,9 @@ class UndoLog:
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
-        self._restores: dict[Any, Callable[[], None]] = dict(enumerate(generator_restorers()))
+        # The state of a generator takes a microsecond, and does not wait for a device.
+        restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
+        self._restores: dict[Any, Callable[[], None]] = dict(enumerate(restorers))
         for tensor in uncounted:
             self.keep(tensor).is_counted = False
         for tensor in kept:
@@ -245,17 +248,6 @@ WRITES = ThreadOverrides(
     _companions,
 )
 """The override through which the undo logs record writes."""
-
-
-def generator_restorers() -> list[Callable[[], None]]:
-    """Return functions that restore the current states of torch's global generators.
-
-    Unseeded dropout and noise use them. A copy takes a microsecond and does not wait for a device.
-    """
-    restores: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
-    if torch.cuda.is_initialized():
-        restores.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    return restores
 
 
 def storage(tensor: Any) -> int:

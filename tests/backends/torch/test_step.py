@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from support import zoo
+from support.torch_steps import DeviceGenerator
 
 from keras_nanguard import NanGuard
 from keras_nanguard.errors import GuardError
@@ -619,6 +620,31 @@ def test_an_update_that_overflows_after_a_rollback(away):
     first, second, *_ = guard.incidents
     assert first.step == 3 and "rollback" in [o.action for o in first.outcomes]
     assert (second.step, second.refused, second.sites[0]) == (8, False, "weights")
+
+
+class Noise(layers.Layer):
+    """Adds noise that it draws from the generator of a device; that at offset 8 is NaN."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self._draw = generator.draw
+
+    def call(self, x):
+        return x + (np.nan if self._draw() == 8 else 0.0)
+
+
+def test_bad_noise_from_a_device_is_not_drawn_for_ever(monkeypatch):
+    """A refused step restores the generator; the second one in a row advances it."""
+    generator, guard = DeviceGenerator(1), NanGuard(verbose=0, diagnose=False)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1), Noise(generator)])
+    model.compile("sgd", "mse")
+    begin = zoo.Before(lambda model: generator.set_offset(0), 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    data = zoo.regression(batches=8)
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, begin])
+    assert [incident.step for incident in guard.incidents] == [2, 3]
+    assert generator.offset == 4 * 7
 
 
 class RateOfItsOwn(keras.Model):

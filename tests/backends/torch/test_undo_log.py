@@ -6,8 +6,10 @@ import keras
 import numpy as np
 import pytest
 import torch
+from support.torch_steps import DeviceGenerator
 
-from keras_nanguard._backends.torch.undo_log import UndoLog, generator_restorers
+from keras_nanguard._backends import current
+from keras_nanguard._backends.torch.undo_log import UndoLog
 
 VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
@@ -94,19 +96,42 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
     np.testing.assert_array_equal(values(variable), VALUES)
 
 
-def test_generators_of_devices(monkeypatch):
+@pytest.fixture
+def devices(monkeypatch):
+    """The generators of two devices that are in use."""
+    generators = DeviceGenerator(1), DeviceGenerator(2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    return generators
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_generators_of_devices(monkeypatch, devices, started):
     """Those of all devices too, once there are any; reading them does not start one."""
-    given = []
-    for module in (torch.cuda, torch.cuda.random):
-        monkeypatch.setattr(module, "device_count", lambda: 2)
-        monkeypatch.setattr(module, "current_device", lambda: 1)
-        monkeypatch.setattr(module, "get_rng_state", lambda device: f"state of {device}")
-        monkeypatch.setattr(module, "set_rng_state", lambda state, device: given.append((state, device)))
-    for started in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda started=started: started)
-        for restore in generator_restorers():
-            restore()
-        assert given == [("state of 0", 0), ("state of 1", 1)] * started
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    log = UndoLog(())
+    for generator in devices:
+        generator.draw()
+    log.give_back()
+    assert [generator.offset for generator in devices] == [0 if started else 4] * 2
+
+
+def test_the_host_reads_writes_and_advances_the_generators_of_devices(devices):
+    """Of another number of devices it writes those that there are."""
+    host, (one, other) = current.host(), devices
+    one.draw()
+    both = host.generator_state()
+    numbers = torch.rand(3)
+    host.advance_generator()
+    assert (one.offset, other.offset) == (8, 4)
+    host.set_generator_state(both)
+    assert (one.offset, other.offset) == (4, 0) and torch.equal(torch.rand(3), numbers)
+    other.seed = 9
+    host.set_generator_state(both[:-16])
+    assert (one.offset, other.seed) == (4, 9)
+    torch.cuda.default_generators = (other,)
+    host.set_generator_state(both)
+    assert (other.seed, other.offset) == (1, 4)
 
 
 def test_a_dtype_without_bits_is_given_back():
