@@ -86,12 +86,13 @@ def norm_of(norms: Iterable[float], tensors: Iterable[Any]) -> float:
 
 def are_finite(tensors: Sequence[Any]) -> bool:
     """Whether every entry of these tensors is finite. Waits for the device."""
-    return math.isfinite(norm_of(map(float, norms(tensors)), tensors))
+    return math.isfinite(norm_of(read({"": norms(tensors)})[""], tensors))
 
 
 def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     """Return the sum of a power of all entries, divided by it; `number` if an entry is bad."""
     found = [_dense(t.detach()) for t in tensors if is_inexact(t) and t.numel()]
+    found = [t.cpu() if t.is_mps else t for t in found]  # which has no float64
     rows = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in found]
     if not all(bool(torch.isfinite(row).all()) for row in rows):
         return number
@@ -108,8 +109,11 @@ def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
     """Return named groups of scalars as numbers, with one read of the device for all of them."""
     scalars = [scalar for group in groups.values() for scalar in group]
     if is_away(scalars):
-        device = next((scalar.device for scalar in scalars if not scalar.is_cpu), "cpu")
-        numbers = iter(torch.stack([scalar.to(device) for scalar in scalars]).tolist())
+        away = [scalar for scalar in scalars if is_away([scalar])]
+        row = torch.stack([scalar.to(away[0].device) for scalar in away])
+        found = dict(zip(map(id, away), row.tolist()))
+        # To move the others to the device would be a wait for each of them.
+        numbers = iter([found[id(s)] if id(s) in found else s.item() for s in scalars])
     else:
         numbers = iter([scalar.item() for scalar in scalars])
     return {name: list(itertools.islice(numbers, len(group))) for name, group in groups.items()}

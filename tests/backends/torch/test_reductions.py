@@ -38,6 +38,18 @@ def of_every_kind(layout):
     return made
 
 
+def test_numbers_on_the_cpu_are_not_moved_to_the_device_of_others(monkeypatch):
+    """Each move would wait for the device, as for the step counts of torch's Adam."""
+    near, scalars, moved = torch.tensor([1.0, 2.0]), list(torch.tensor([3.0, 4.0])), []
+    far_away = set(map(id, scalars))
+    real = torch.Tensor.to
+    monkeypatch.setattr(reductions, "is_away", lambda given: not far_away.isdisjoint(map(id, given)))
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args: moved.append(args[0]) or real(*args))
+    groups = {"losses": [near[0], scalars[0]], "scales": [scalars[1], near[1], scalars[0]]}
+    assert reductions.read(groups) == {"losses": [1.0, 3.0], "scales": [4.0, 2.0, 3.0]}
+    assert {id(tensor) for tensor in moved} == far_away
+
+
 @pytest.mark.parametrize("layout", ["dense", "sparse"])
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_sums_are_those_of_each_tensor(layout, bad):
