@@ -8,11 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import keras
-import numpy as np
-
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.batches import with_arrays
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
@@ -247,16 +243,6 @@ class StepRun:
             judged.own._replace(refused=self.run.refuses),
             tuple((site, path) for site, path, _ in places),
             reductions.counts([tensor for _, _, tensor in places]),
-            as_tensors(self.args),
+            tuple(self.args),
             left_by_previous=judged.left_by_previous,
         )
-
-
-def as_tensors(args: Sequence[Any]) -> Any:
-    """Return the arguments of a step with arrays converted to tensors."""
-
-    def converted(value: Any) -> Any:
-        has_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
-        return keras.ops.convert_to_tensor(value) if has_numbers else value
-
-    return with_arrays(converted, tuple(args))

@@ -30,7 +30,7 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch.execution import StepRun, as_tensors
+from keras_nanguard._backends.torch.execution import StepRun
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.parts import Body, Learned, Parts
 from keras_nanguard._core.verdict import Report, Verdict
@@ -163,7 +163,7 @@ class Transaction(interface.Transaction):
             )
 
     def batch(self, given: Given) -> Any:
-        return as_tensors(given) if given.is_unchanged else None
+        return tuple(given) if given.is_unchanged else None
 
     def take_reports(self) -> list[Report]:
         reports, self.reports = self.reports, []

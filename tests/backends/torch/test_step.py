@@ -57,6 +57,31 @@ def plain_step(model, optimizer):
     return step
 
 
+def test_a_step_that_takes_arrays_is_given_arrays_when_it_runs_again():
+    """In a rollback, and in the trials of a diagnosis."""
+    net, guard, data = network(), NanGuard(verbose=0), zoo.regression(batches=12)
+    optimizer, taken = OPTIMIZERS["sgd"](net.parameters()), []
+
+    def train(x, y):
+        taken.append(type(x))
+        return step(torch.from_numpy(x), torch.from_numpy(y))
+
+    step = plain_step(net, optimizer)
+    with guard.watch(net, optimizer):
+        run = guard.step(train)
+        for number in range(12):
+            rows = slice(number * zoo.BATCH, (number + 1) * zoo.BATCH)
+            x, y = data.x[rows].copy(), data.y[rows].reshape(-1, 1)
+            if number == 5:
+                x[0, 0] = np.nan
+            if number == 8:
+                net[0].weight.detach()[0] = np.nan
+            run(x, y)
+    bad_batch, bad_state = guard.incidents
+    assert bad_batch.diagnosis.cause == "input_nonfinite" and "rollback" in bad_state.changes
+    assert len(taken) > 20 and set(taken) == {np.ndarray}
+
+
 def late_step(model, optimizer):
     """Clears its gradients, in place, after the update."""
 
