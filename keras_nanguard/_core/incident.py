@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -382,6 +382,18 @@ class Lowered(NamedTuple):
     def rates(self) -> str:
         """Both rates as text."""
         return f"{self.before:.3g} -> {self.after:.3g}"
+
+
+class Effects(NamedTuple):
+    """What the actions of an incident have done, as its printed line shows it.
+
+    Attributes:
+        lowered: the learning rates that they have lowered.
+        state: the state that training ends with, in words, if one was to be restored.
+    """
+
+    lowered: Sequence[Lowered] = ()
+    state: str = ""
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):

@@ -13,9 +13,9 @@ from keras_nanguard._core.data import argument_path, named
 from keras_nanguard._core.history import MAX_RATE, WINDOW, level_of, onset
 from keras_nanguard._core.incident import (
     Decision,
+    Effects,
     Finding,
     Incident,
-    Lowered,
     NonFiniteError,
     Outcome,
 )
@@ -113,8 +113,7 @@ class Incidents:
 
     Args:
         run: the run.
-        announce: called with each complete incident, and the learning rates that it has lowered, in
-            order.
+        announce: called with each complete incident, and what its actions have done, in order.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
         after: handles the verdict of a replayed step.
@@ -126,7 +125,7 @@ class Incidents:
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Sequence[Lowered]], None],
+        announce: Callable[[Incident, Effects], None],
         explain: Explainer | None,
         bad_rows: BadRows,
         after: Callable[[Verdict], object],
@@ -134,7 +133,7 @@ class Incidents:
         self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
         self.replay = Replay(run, self._poles, after)
-        self._waiting: list[tuple[Incident, Sequence[Lowered]]] = []
+        self._waiting: list[tuple[Incident, Effects]] = []
         # The last bad steps that matter for the next one.
         self._postponed: int | None = None  # has left NaN in the state of this process alone
         self._observed: int | None = None  # was bad under a policy that refuses nothing
@@ -257,7 +256,7 @@ class Incidents:
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self._publish(incident_of(run, [finding], run.step, **about))
+            self._publish(incident_of(run, [finding], run.step, **about), Effects())
 
     def _incident(
         self,
@@ -300,14 +299,14 @@ class Incidents:
         incident = self._decided(self._stored(explained), report)
         response = perform(self._run, incident, report, self.replay.rollbacks, restart)
         incident = self._apply(response, incident, explained.poles)
-        self._publish(incident, response.lowered)
-        if any(outcome.action == "raise_error" for outcome in incident.outcomes):
+        self._publish(incident, response.effects)
+        if "raise" in response.ends:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
-        self._publish(self._stored(self._explained(detected, None, Agreement())))
+        self._publish(self._stored(self._explained(detected, None, Agreement())), Effects())
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -380,8 +379,10 @@ class Incidents:
         run, decision = self._run, incident.decision
         assert decision is not None
         outcomes = run.agreement.outcomes(response.outcomes)
-        if decision.terminal:
+        if response.ends:
             run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
+        if "stop" in response.ends:
+            run.model.stop_training = True
         run.recovery.performed(outcomes)
         run.recording.actions(outcomes)
         if response.rerun is not None and self.replay.rollbacks:
@@ -389,7 +390,7 @@ class Incidents:
         else:
             if response.rerun is not None:
                 acted = incident.with_(outcomes=outcomes)
-                outcomes = self._replay_undone(response.rerun, acted, response.lowered)
+                outcomes = self._replay_undone(response.rerun, acted, response.effects)
             outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
         if response.state_replaced:
             run.count_replacement()
@@ -398,7 +399,7 @@ class Incidents:
         return incident.with_(outcomes=outcomes)
 
     def _replay_undone(
-        self, rerun: Rerun, incident: Incident, lowered: Sequence[Lowered]
+        self, rerun: Rerun, incident: Incident, effects: Effects
     ) -> tuple[Outcome, ...]:
         """Replay the steps that a rollback has undone; return the outcomes with the result."""
         history, result = self._run.history, ""
@@ -406,7 +407,7 @@ class Incidents:
         try:
             self.replay.run(rerun)
         except BaseException:
-            self._publish(incident, lowered)
+            self._publish(incident, effects)
             raise
         after = level_of(history.last(WINDOW))
         if before is not None and after is not None:
@@ -416,11 +417,11 @@ class Incidents:
             for o in incident.outcomes
         )
 
-    def _publish(self, incident: Incident, lowered: Sequence[Lowered] = ()) -> None:
+    def _publish(self, incident: Incident, effects: Effects) -> None:
         """Announce an incident; one of a replayed step waits for the one that caused the replay."""
         if self.replay.rollbacks:
-            self._waiting.append((incident, lowered))
+            self._waiting.append((incident, effects))
             return
         waiting, self._waiting = self._waiting, []
-        for one in ((incident, lowered), *waiting):
+        for one in ((incident, effects), *waiting):
             self._announce(*one)

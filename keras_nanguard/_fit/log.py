@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._core.incident import Incident, Lowered, Outcome
+from keras_nanguard._core.incident import Effects, Incident, Outcome
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -48,18 +48,16 @@ class Reporter:
         """Begin a run, with its directory if it has one."""
         self._of_run, self._details = [], _details(directory)
 
-    def incident(
-        self, incident: Incident, samples: Sequence[BadSample], lowered: Sequence[Lowered]
-    ) -> None:
+    def incident(self, incident: Incident, samples: Sequence[BadSample], effects: Effects) -> None:
         """Print the line of an incident, if it has one.
 
         Args:
             incident: the incident.
             samples: the bad rows of its step.
-            lowered: the learning rates that it has lowered.
+            effects: what its actions have done.
         """
         self._of_run.append(incident)
-        context = console.Context(samples, lowered, self._details)
+        context = console.Context(samples, effects, self._details)
         self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
 
     def _line_of(self, incident: Incident, context: console.Context) -> str:
@@ -276,8 +274,8 @@ class Log:
         """The numbers of steps of all fits so far."""
         return self._earlier if self._counts is None else self._earlier.plus(self._counts.totals)
 
-    def announce(self, incident: Incident, lowered: Sequence[Lowered]) -> None:
-        """Record and print an incident, with the learning rates that it has lowered."""
+    def announce(self, incident: Incident, effects: Effects) -> None:
+        """Record and print an incident, with what its actions have done."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             for place, earlier in enumerate(self.incidents):
                 if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
@@ -286,7 +284,7 @@ class Log:
         self.reporter.attempt("record an incident", lambda: self._record(incident))
         step = incident.step + self.recorder.base
         samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
-        self.reporter.incident(incident, samples, lowered)
+        self.reporter.incident(incident, samples, effects)
 
     def _record(self, incident: Incident) -> None:
         text, data = str(incident), incident.to_dict()

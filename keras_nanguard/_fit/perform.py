@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.incident import Incident, Lowered, Outcome
+from keras_nanguard._core.incident import Effects, Incident, Lowered, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
@@ -42,12 +42,14 @@ class Done(NamedTuple):
         restored: whether a snapshot was restored.
         rerun: the steps to replay from it, or `None`.
         lowered: the learning rates that were lowered.
+        state: the state that training ends with, in words, if one was to be restored.
     """
 
     text: str
     restored: bool = False
     rerun: Rerun | None = None
     lowered: Sequence[Lowered] = ()
+    state: str = ""
 
 
 class Performer(NamedTuple):
@@ -58,10 +60,13 @@ class Performer(NamedTuple):
         writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`;
             `"parts"`; or `"estimates"`, statistics that are re-estimated from the next batches. An
             action that ends training writes `"nothing"`, because no step follows.
+        ends: how it ends training, also if it could not restore a state: `""` not at all, `"stop"`
+            after this step, `"raise"` by a `NonFiniteError`.
     """
 
     perform: Callable[[ActionContext, Parameters], Done]
     writes: Literal["nothing", "snapshot", "parts", "estimates"]
+    ends: Literal["", "stop", "raise"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,15 @@ class Response:
     Attributes:
         outcomes: the result of each action.
         rerun: the steps to replay from the snapshot that was restored last, or `None`.
-        lowered: the learning rates that were lowered.
+        effects: what the printed line of the incident shows.
+        ends: how training ends, as in `Performer`; empty if it continues.
         state_replaced: whether an action has written the state.
     """
 
     outcomes: tuple[Outcome, ...]
     rerun: Rerun | None
-    lowered: Sequence[Lowered]
+    effects: Effects
+    ends: Set[str]
     state_replaced: bool
 
 
@@ -107,11 +114,13 @@ def perform(
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
     restored = [one for one in done if one.restored]
+    lowered = [rate for one in done for rate in one.lowered]
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
         outcomes=tuple(outcome for outcome, _ in results),
         rerun=restored[-1].rerun if restored else None,
-        lowered=[lowered for one in done for lowered in one.lowered],
+        effects=Effects(lowered, "; ".join(one.state for one in done if one.state)),
+        ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
         state_replaced=not written.isdisjoint(("snapshot", "parts")),
     )
 
@@ -323,11 +332,6 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{len(slots)} slots reset")
 
 
-def _stop(context: ActionContext, p: Parameters) -> Done:
-    context.run.model.stop_training = True
-    return _ended(context, p, "training stops")
-
-
 def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
@@ -350,9 +354,11 @@ def _last_good(context: ActionContext) -> Done:
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
+        text = f"{state} not restored: {type(problem).__name__}: {problem}"
+        return Done(text, state=text)
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
-    return Done(f"{state} restored{again}", restored=True, rerun=rerun)
+    text = f"{state} restored{again}"
+    return Done(text, restored=True, rerun=rerun, state=text)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -402,9 +408,11 @@ PERFORMERS: dict[str, Performer] = {
     "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
     "reset_slots": Performer(_reset_slots, "parts"),
     "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
-    "stop": Performer(_stop, "nothing"),
+    "stop": Performer(
+        lambda context, p: _ended(context, p, "training stops"), "nothing", ends="stop"
+    ),
     "raise_error": Performer(
-        lambda context, p: _ended(context, p, "NonFiniteError is raised"), "nothing"
+        lambda context, p: _ended(context, p, "NonFiniteError is raised"), "nothing", ends="raise"
     ),
     "call": Performer(_call, "nothing"),
 }

@@ -14,7 +14,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, Lowered
+from keras_nanguard._core.incident import Diagnosis, Effects, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import Logs
@@ -34,7 +34,7 @@ class Session:
 
     Args:
         run: the facts of the run.
-        announce: called with each complete incident, and the learning rates that it has lowered.
+        announce: called with each complete incident, and what its actions have done.
         explain: makes the diagnosis of an incident, `None` for none.
         bad_rows: the bad rows of the data so far.
 
@@ -49,7 +49,7 @@ class Session:
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Sequence[Lowered]], None],
+        announce: Callable[[Incident, Effects], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):

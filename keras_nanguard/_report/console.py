@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from keras_nanguard._core.incident import (
     Diagnosis,
+    Effects,
     Finding,
     Incident,
-    Lowered,
     Outcome,
     moment_of,
     needs_user,
@@ -32,7 +32,10 @@ WIDTH = 120
 MAX_PLACE = 44
 """Maximum number of characters of a path in it."""
 
-ENDS = {"raise_error": "stopped", "stop": "stopped", "rollback": "rolled back"}
+ENDS = {
+    **{name: "stopped" for name, action in ACTIONS.items() if action.terminal},
+    "rollback": "rolled back",
+}
 """The word for a step in which an action was done, the most important one first."""
 
 CHANGES = {
@@ -57,18 +60,18 @@ class Context(NamedTuple):
 
     Attributes:
         samples: the bad rows of its step.
-        lowered: the learning rates that its actions have lowered.
+        effects: what its actions have done.
         details: how to see all details; omitted if the line would become too long.
     """
 
     samples: Sequence[BadSample] = ()
-    lowered: Sequence[Lowered] = ()
+    effects: Effects = Effects()
     details: str = ""
 
 
 def brief_line(incident: Incident, context: Context, repeats: int = 0) -> str:
     """Return the line of an incident. It mentions the number of `repeats` if that is not 0."""
-    diagnosis, changes = incident.diagnosis, _changes(incident, context.lowered)
+    diagnosis, changes = incident.diagnosis, _changes(incident, context.effects)
     text = f"NanGuard: {_head(incident)}: {_reason(incident, context.samples)}{changes}."
     advice = ""
     if diagnosis is not None:
@@ -157,16 +160,14 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
     return f"{name} and {others} more row{'s' if others > 1 else ''}" if others else name
 
 
-def _changes(incident: Incident, lowered: Sequence[Lowered]) -> str:
-    """Return other changes, a rollback that failed, and the user's own warning."""
-    rates, found = ", ".join(one.rates for one in lowered), []
+def _changes(incident: Incident, effects: Effects) -> str:
+    """Return other changes, a rollback that failed, the user's own warning, and the last state."""
+    rates, found = ", ".join(one.rates for one in effects.lowered), []
     for outcome in incident.outcomes:
         words = CHANGES if outcome.status == "done" else NOT_DONE
-        text = words.get(outcome.action, "").format(rates=rates, detail=outcome.detail)
-        found += [text] if text else []
-        if outcome.status == "done" and ACTIONS[outcome.action].terminal:
-            found += [text for text in outcome.detail.split("; ") if text.startswith("the state ")]
-    return "".join(f"; {text}" for text in dict.fromkeys(found))
+        found.append(words.get(outcome.action, "").format(rates=rates, detail=outcome.detail))
+    found.append(effects.state)
+    return "".join(f"; {text}" for text in dict.fromkeys(found) if text)
 
 
 def _quoted(place: str) -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
-from keras_nanguard._core.incident import Lowered
+from keras_nanguard._core.incident import Effects, Lowered
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._diagnose.examine import DiagnosisReport
@@ -160,7 +160,7 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
 )
 def test_brief_line(given, samples, line):
     """The line of a run starts with action and reason, and has at most 120 characters."""
-    assert brief_line(given, Context(samples, RATES, DETAILS)) == f"NanGuard: {line}"
+    assert brief_line(given, Context(samples, Effects(RATES), DETAILS)) == f"NanGuard: {line}"
     assert len(line) <= 110
 
 
@@ -171,7 +171,7 @@ def test_brief_lines_of_all_causes_fit(cause):
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
     for samples in ([], [replace(ROW, label="name " * 40)]):
         for given in (incident(diagnosis=long, outcomes=outcomes), incident(findings=found)):
-            line = brief_line(given, Context(samples, RATES * 9, "keras-nanguard report " + "folder/" * 20))
+            line = brief_line(given, Context(samples, Effects(RATES * 9), "keras-nanguard report " + "folder/" * 20))
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
@@ -233,7 +233,7 @@ class Printed(Reporter):
         return found
 
     def of(self, one):
-        self.incident(one, (), ())
+        self.incident(one, (), Effects())
         return self.printed()
 
     def of_epoch(self, epoch, refused, committed, unmeasured=()):
