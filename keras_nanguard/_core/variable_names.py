@@ -8,6 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected
 
@@ -20,8 +24,20 @@ STATISTIC = ("mean", "variance", "stddev")
 SPREADS = ("variance", "stddev")
 """Words in the name of a statistic that cannot be negative."""
 
-ONES = ("moving_variance", "moving_stddev", "renorm_stddev", "variance", "gamma")
-"""Variables that start at 1 if nothing else is configured."""
+STARTS = {
+    **dict.fromkeys(("moving_variance", "running_variance", "moving_stddev"), 1.0),
+    **dict.fromkeys(("renorm_stddev", "variance", "gamma"), 1.0),
+    **dict.fromkeys(("moving_mean", "running_mean", "renorm_mean", "mean", "beta", "bias"), 0.0),
+}
+"""Where variables start if nothing else is configured."""
+
+_INITIALIZERS = {
+    "kernel": ("depthwise",),
+    "recurrent_kernel": ("recurrent",),
+    "depthwise_kernel": ("depthwise",),
+    "pointwise_kernel": ("pointwise",),
+}
+"""Variables whose initializer a layer of Keras calls after something else, and after what."""
 
 RECURRENT = frozenset(
     ("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
@@ -48,6 +64,21 @@ def as_words(given: object, name: str) -> tuple[str, ...]:
 def selected(only: tuple[str, ...], *names: str) -> bool:
     """Return whether a name matches one of the patterns; if there are none, everything does."""
     return not only or any(fnmatchcase(name, pattern) for name in names for pattern in only)
+
+
+def initializer_names(variable: str) -> tuple[str, ...]:
+    """Return the names under which a layer may have the initializer of a variable, as attributes
+    and in its configuration.
+    """
+    return tuple(f"{word}_initializer" for word in (variable, *_INITIALIZERS.get(variable, ())))
+
+
+def with_unit_forget_bias(bias: NDArray[Any]) -> NDArray[Any]:
+    """Return the bias of an LSTM with 1 for its forget gates, the second of four quarters."""
+    units = bias.shape[-1] // 4 if bias.ndim else 0
+    changed = np.array(bias)
+    changed[..., units : 2 * units] = 1.0
+    return changed
 
 
 def snake_case(name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._core.variable_names import ONES
+from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
 from keras_nanguard._files.repair_arrays import NotRepaired
 
 _ZERO_SLOTS = frozenset(("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "Lion", "Lamb", "Adadelta"))
@@ -27,9 +27,6 @@ _INITIAL_SCALE = 2.0**15
 
 _START_SETTINGS = {"dynamic_scale": "initial_scale", "learning_rate": "learning_rate"}
 """Settings of an optimizer with the initial values of its variables that do not start at 0."""
-
-_ZEROS = ("moving_mean", "renorm_mean", "mean", "beta", "bias")
-"""Variables of layers that start at 0 if the configuration does not say otherwise; see `ONES`."""
 
 _SCALING = {
     "VarianceScaling": (1.0, "fan_in", "truncated_normal"),
@@ -81,8 +78,7 @@ def initial_value(
     """Return initial values of a variable of a layer, of its shape or one for all.
 
     Args:
-        name: name of the variable within its layer; its initializer is the setting
-            `<name>_initializer`.
+        name: name of the variable within its layer.
         shape: shape of the variable.
         settings: the layer's configuration, empty if there is none.
         draw: random number generator.
@@ -90,15 +86,18 @@ def initial_value(
     Raises:
         NotRepaired: if they do not follow from the file.
     """
-    prefix = "depthwise" if name == "depthwise_kernel" else name
-    node = settings.get(f"{prefix}_initializer")
-    if name == "moving_stddev" or not isinstance(node, dict):
-        if name in ONES or name in _ZEROS:
-            return float(name in ONES)
+    nodes = map(settings.get, initializer_names(name))
+    node = next((node for node in nodes if isinstance(node, dict)), None)
+    if name == "moving_stddev" or node is None:
+        if name in STARTS:
+            return STARTS[name]
         raise NotRepaired(f"its initial value is not in the file ({name})")
     kind, given = node.get("class_name"), node.get("config")
     try:
-        return _drawn(str(kind), shape, given if isinstance(given, dict) else {}, draw)
+        drawn = _drawn(str(kind), shape, given if isinstance(given, dict) else {}, draw)
+        if name == "bias" and settings.get("unit_forget_bias"):
+            return with_unit_forget_bias(np.broadcast_to(drawn, shape))
+        return drawn
     except (TypeError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
         named = f"its initializer {plain_text(kind, 60)!r} could not be evaluated"
         raise NotRepaired(f"{named} ({plain_text(error, 100)})") from error

@@ -37,7 +37,10 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
     def initial(array: Any) -> NDArray[Any]:
         if array.who.role != "slot":
-            return keras_layers.initial_value(model, array.variable)
+            start = keras_layers.initial_value(model, array.variable)
+            if start is None:
+                raise NotRepaired(f"its initializer is not known ({array.who.name})")
+            return start
         first = starts(array.owner).get(id(array.variable))
         if first is None:
             raise NotRepaired("a new optimizer of this configuration has other slots")

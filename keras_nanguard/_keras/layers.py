@@ -32,7 +32,11 @@ import numpy as np
 from keras.src.backend.common import masking
 from keras.src.ops.function import Function
 
-from keras_nanguard._core.variable_names import ONES
+from keras_nanguard._core.variable_names import (
+    STARTS,
+    initializer_names,
+    with_unit_forget_bias,
+)
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
@@ -82,19 +86,23 @@ def batchnorms(model: Any) -> list[Any]:
     ]
 
 
-def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any]:
-    """Return an initial value of a variable, drawn from its layer's initializer."""
-    shape = tuple(variable.shape)
-    for layer in layers_of(model):
-        if (
-            any(v is variable for v in layer.weights)
-            and variable.path == f"{layer.path}/{variable.name}"
-        ):
-            initializer = getattr(layer, f"{variable.name}_initializer", None)
-            if initializer is not None:
-                return keras_variables.read_tensor(initializer(shape, dtype=variable.dtype))
-            return np.full(shape, 1.0 if variable.name in ONES else 0.0)
-    return np.zeros(shape)
+def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
+    """Return an initial value of a variable of a layer, drawn from its initializer; `None` if that
+    is not known, as for most variables of custom layers.
+    """
+    shape, layers = tuple(variable.shape), layers_of(model)
+    if any(state is variable for layer in layers for state in recurrent_states(layer)):
+        return np.zeros(shape)
+    owners = (layer for layer in layers if any(v is variable for v in layer.weights))
+    owner = next((o for o in owners if variable.path == f"{o.path}/{variable.name}"), None)
+    given = [getattr(owner, name, None) for name in initializer_names(variable.name)]
+    for initializer in filter(None, given):
+        value = keras.initializers.get(initializer)(shape, dtype=variable.dtype)
+        drawn = keras_variables.read_tensor(value)
+        unit_forget = variable.name == "bias" and getattr(owner, "unit_forget_bias", False)
+        return with_unit_forget_bias(drawn) if unit_forget else drawn
+    start = STARTS.get(variable.name)
+    return None if start is None else np.full(shape, start)
 
 
 def operations_of(model: Any) -> list[Any]:

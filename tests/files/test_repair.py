@@ -632,6 +632,53 @@ def test_bad_weights_of_a_file_are_drawn_by_their_initializer(keras, tmp_path):
     np.testing.assert_array_equal(found[0], found[1])
 
 
+def with_named_initializers(keras):
+    """Return a model whose layers have initializers of other names than their variables."""
+    two, layers = keras.initializers.Constant(2.0), keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 2)),
+            layers.DepthwiseConv2D(2, depthwise_initializer=two),
+            layers.SeparableConv2D(3, 2, depthwise_initializer=two, pointwise_initializer=two),
+            layers.Reshape((-1, 3)),
+            layers.LSTM(2, return_sequences=True, recurrent_initializer=two, kernel_initializer=two),
+            layers.GRU(2, recurrent_initializer=two, kernel_initializer="ones"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("where", ["live", "file"])
+def test_initial_weights_are_those_of_a_new_model(keras, tmp_path, where):
+    """Also of a layer that calls the initializer of a variable after something else."""
+    model, new = (with_named_initializers(keras) for _ in range(2))
+    for variable in model.weights:
+        variable.assign(np.full(variable.shape, np.nan))
+    if where == "file":
+        model.save(tmp_path / "bad.keras")
+        assert repair(str(tmp_path / "bad.keras"), str(tmp_path / "new.keras"), weights="initial").ok
+        model = keras.saving.load_model(tmp_path / "new.keras")
+    else:
+        assert repair(model, weights="initial").ok
+    assert len(new.weights) == 11
+    assert all(map(np.array_equal, model.get_weights(), new.get_weights()))
+
+
+def test_weights_of_an_unknown_initializer_are_not_repaired(keras):
+    class Own(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(3,), initializer="ones", name="table")
+
+        def call(self, x):
+            return x * self.table
+
+    model = keras.Sequential([keras.Input((3,)), Own()])
+    model.layers[0].table.assign(np.full(3, np.nan))
+    report = repair(model, weights="initial")
+    (change,) = report.changes
+    assert (report.ok, change.status, change.detail) == (False, "skipped", "its initializer is not known (table)")
+    assert np.isnan(model.get_weights()[0]).all()
+
+
 def test_a_source_may_be_a_model_for_a_file_and_a_file_for_a_model(keras, nested, tmp_path):
     """Whole variables are taken from it, weights and moving statistics."""
     good, bad = nested(0), nested(1)

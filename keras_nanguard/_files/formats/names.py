@@ -67,6 +67,9 @@ class LayerConfig:
                 found.setdefault(("name", child.name), child)
         if inner := found.get(("attribute", "layer")):  # of a Bidirectional
             found.setdefault(("attribute", "forward_layer"), inner)
+        if cell := _CELLS.get(self.class_name):  # it is configured by its layer
+            settings = {**self.settings, "name": ""}
+            found[("attribute", "cell")] = LayerConfig({"class_name": cell, "config": settings})
         return found
 
 
