@@ -81,12 +81,12 @@ def _class_index(
     rows: tuple[int, ...] = ()
     seen = f"The targets contain class index {index}; the model has no such class."
     for _, loss, part, shape in sparse:
-        classes = int(shape[-1] or 0) if shape else 0
+        classes = keras_losses.classes_of(loss, shape)
         if high not in (0, classes):
             continue
         known = loss if "sparse" in keras_losses.class_of(loss).lower() else SPARSE
         targets = None if part is None else part.array
-        per_row = math.prod(length or 0 for length in shape[1:-1])
+        per_row = math.prod(length or 0 for length in shape[1:]) // max(classes, 1)
         if targets is None and labels and per_row and len(sparse) == 1:
             targets = np.array(labels[1].split(), int).reshape(-1, per_row)
         wrong = None if targets is None else keras_losses.rejected(known, targets, classes)

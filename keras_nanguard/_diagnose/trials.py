@@ -120,7 +120,7 @@ class Case:
         outputs = [(path, array.shape) for path, array in self.run.outputs]
         found = targets_by_loss(model, self.batch, outputs or keras_layers.output_shapes(model))
         for output, loss, part, shape in found:
-            width = int(shape[-1] or 0) if shape else 0
+            width = keras_losses.classes_of(loss, shape)
             wrong = None if part is None else keras_losses.rejected(loss, part.array, width)
             if part is not None and wrong is not None:
                 output, proof = output if len(found) > 1 else "", self._proof(part, wrong.valid)

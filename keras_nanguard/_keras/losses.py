@@ -114,6 +114,18 @@ def option_of(loss: Any, name: str) -> Any:
     return value
 
 
+def class_axis(loss: Any) -> int:
+    """Return the axis of outputs that holds the classes: the last one, or the `axis` of a loss."""
+    axis = option_of(loss, "axis")
+    return axis if isinstance(axis, int) else -1
+
+
+def classes_of(loss: Any, shape: Sequence[int | None]) -> int:
+    """Return the number of classes in an output of this shape, with the rows; 0 if unknown."""
+    axis = class_axis(loss)
+    return int(shape[axis] or 0) if -len(shape) <= axis < len(shape) else 0
+
+
 class Rejected(NamedTuple):
     """Targets that a loss does not accept.
 
@@ -141,7 +153,7 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
     Args:
         loss: the loss.
         targets: the targets of one output, of any shape.
-        width: length of the last axis of that output, 0 if unknown.
+        width: number of classes in that output, 0 if unknown; see `classes_of`.
     """
     kind, wide = class_of(loss), finiteness.widen(targets)
     if wide.dtype.kind not in "fiu" or not wide.size:

@@ -12,7 +12,7 @@ import numpy as np
 from keras_nanguard._core.finiteness import float_limits
 from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._files.scan import statistics
-from keras_nanguard._keras.losses import class_of, option_of, rejected
+from keras_nanguard._keras.losses import class_axis, class_of, classes_of, option_of, rejected
 from keras_nanguard._keras.optimizers import given_rate
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import Output, Subject
@@ -268,11 +268,11 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
     for output, array in subject.targets():
         if output.loss is None or not np.isfinite(array.astype(np.float64)).all():
             continue
-        if found := rejected(output.loss, array, output.units or 0):
+        if found := rejected(output.loss, array, classes_of(output.loss, output.shape)):
             kind = class_of(output.loss)
             yield output.name, f"targets with {found.clause}, which {kind} does not accept"
         elif class_of(output.loss) in _OF_CLASSES and array.ndim > 1:
-            total = array.astype(np.float64).sum(-1)
+            total = array.astype(np.float64).sum(class_axis(output.loss))
             if np.abs(total - 1).max() > 0.01:
                 sums = f"{total.min():g} to {total.max():g}"
                 yield output.name, f"rows of targets that add up to {sums} instead of 1"

@@ -59,7 +59,7 @@ class Output:
         activation: name of the last activation (`"linear"` if the layer has none), or `None` if it
             is not known.
         dtype: dtype of the output, as text.
-        units: length of the last axis, or `None`.
+        shape: shape of the output, with the rows.
         loss: the loss for this output as an object of `keras.losses`, or `None`.
         metrics: the metrics for this output that are objects or functions, or have the name of a
             loss.
@@ -69,9 +69,14 @@ class Output:
     path: str
     activation: str | None
     dtype: str
-    units: int | None
+    shape: tuple[int | None, ...]
     loss: Any
     metrics: tuple[Any, ...]
+
+    @property
+    def units(self) -> int | None:
+        """Length of the last axis; `None` if it is not known, or is that of the rows."""
+        return self.shape[-1] if len(self.shape) > 1 else None
 
 
 class Subject:
@@ -128,12 +133,11 @@ class Subject:
         found = []
         for name, tensor, loss, given in zip(names, tensors, losses, metrics, strict=False):
             operation = _origin(tensor)
-            units = tensor.shape[-1] if len(tensor.shape) > 1 else None
             listed = given if isinstance(given, (list, tuple)) else [given]
             own = tuple(filter(None, map(_as_loss, listed)))
             path, activation = str(getattr(operation, "name", name)), _activation(operation)
-            about = (path, activation, str(tensor.dtype), units, _as_loss(loss), own)
-            found.append(Output(name, *about))
+            about = (path, activation, str(tensor.dtype), tuple(tensor.shape))
+            found.append(Output(name, *about, _as_loss(loss), own))
         return tuple(found)
 
     def targets(self) -> list[tuple[Output, NDArray[Any]]]:

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_nanguard import NanGuard, diagnose
+from keras_nanguard import NanGuard, diagnose, lint
 
 LABELS = (np.random.default_rng(0).standard_normal((128, 8)).astype("float32")[:, :1] > 0).astype("float32")
 ABOVE, BELOW = np.float32(1.0000001), np.float32(-1e-8)
@@ -87,3 +87,19 @@ def test_targets_in_a_dict_belong_to_the_loss_of_their_name():
     assert diagnose(model, x, {"share": ones, "count": 5 * ones}).diagnosis.cause == "unknown"
     found = diagnose(model, x, {"share": 5 * ones, "count": ones}).diagnosis
     assert (found.cause, found.culprit) == ("target_out_of_range", "binary_crossentropy")
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_classes_may_be_on_another_axis(far):
+    """Outputs of shape (rows, classes, height, width), as in PyTorch: 21 classes on pictures of 4 x 4."""
+    model = keras.Sequential([keras.Input((21, 4, 4)), keras.layers.Rescaling(1.0)])
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True, axis=1)
+    model.compile("sgd", sparse)
+    x, labels = np.zeros((2, 21, 4, 4), "float32"), np.full((2, 4, 4), 20)
+    labels[1, 2, 3] = 20 + far
+    found = [hazard.code for hazard in lint(model, x, labels).hazards]
+    assert ("labels_out_of_range" in found) == far
+    shares = keras.losses.CategoricalCrossentropy(axis=1)
+    model.compile("sgd", shares)
+    y = np.full((2, 21, 4, 4), 1 / 21, "float32")
+    assert "labels_out_of_range" not in [hazard.code for hazard in lint(model, x, y).hazards]
