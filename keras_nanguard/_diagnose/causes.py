@@ -336,8 +336,7 @@ def _update(e: Evidence) -> Conclusion | None:
 def _unbounded_rate(e: Evidence) -> Conclusion | None:
     """A learning rate is not finite or, from a schedule, far too high."""
     for o in e.run.optimizers:
-        checked = o.scheduled or not math.isfinite(o.learning_rate)
-        if checked and o.rate_is_bad:
+        if o.rate_is_bad and (o.scheduled or not o.rate_is_finite):
             place = f"{o.name}/learning_rate"
             return Conclusion("optimizer_domain", place, confidence=SEEN, because="rate")
     return None

@@ -60,7 +60,7 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
     }
     return OptimizerFacts(
         name=type(optimizer).__name__,
-        learning_rate=rate_of(whole),
+        learning_rate=keras_optimizers.rate_if_known(rate_of, whole),
         epsilon=None if epsilon is None else float(epsilon),
         epsilon_in_dtype=None if epsilon is None else float(rounded(epsilon)),
         dtype=dtype,

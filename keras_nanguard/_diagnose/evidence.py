@@ -84,7 +84,7 @@ class OptimizerFacts:
 
     Attributes:
         name: name of its class.
-        learning_rate: its current learning rate.
+        learning_rate: its current learning rate, `None` if it cannot be read outside of a step.
         epsilon: as configured, `None` if it has none.
         epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.
@@ -97,7 +97,7 @@ class OptimizerFacts:
     """
 
     name: str
-    learning_rate: float
+    learning_rate: float | None
     epsilon: float | None = None
     epsilon_in_dtype: float | None = None
     dtype: str = "float32"
@@ -111,13 +111,18 @@ class OptimizerFacts:
     @property
     def rate_is_bad(self) -> bool:
         """Whether the learning rate is not finite, or above any that a schedule should give."""
-        return not abs(self.learning_rate) <= MAX_RATE
+        return self.learning_rate is not None and not abs(self.learning_rate) <= MAX_RATE
+
+    @property
+    def rate_is_finite(self) -> bool:
+        """Whether the learning rate is finite, or unknown."""
+        return self.learning_rate is None or math.isfinite(self.learning_rate)
 
     @property
     def shrinks(self) -> float:
         """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes
         them grow."""
-        return 1.0 - self.learning_rate * self.settings.get("weight_decay", 0.0)
+        return 1.0 - (self.learning_rate or 0.0) * self.settings.get("weight_decay", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

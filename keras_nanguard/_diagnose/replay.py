@@ -190,7 +190,7 @@ def _pairs(state: State, step: ReplayableStep) -> list[tuple[Any, Any]]:
     for path, array in state:  # in Keras 3.6 several slots have the same path
         left[path].append(array)
     found = [(v, left[v.path].popleft()) for v in variables if left[v.path]]
-    if len(found) in (len(state), len(variables)):
+    if len(found) == len(state):
         return found
     if len(state) != len(variables):
         raise _another(f"a model with {len(state)} variables", len(variables))

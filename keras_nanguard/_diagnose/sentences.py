@@ -239,7 +239,7 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
         if o.rate_is_bad and o.iteration is not None:
             rate = f"{o.learning_rate:.3g} at iteration {o.iteration}"
             yield f"The learning rate of {o.name} was {rate}."
-        if relevant or not math.isfinite(o.learning_rate):
+        if relevant or not o.rate_is_finite:
             yield _settings(o)
         if relevant and 1.0 < abs(o.shrinks) < math.inf:
             times = f"{o.shrinks:.3g} in each step of {o.name}"
@@ -263,7 +263,7 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
 def _settings(facts: OptimizerFacts) -> str:
     """Return the hyperparameters of an optimizer by Keras' names, with their values."""
     named = {"learning_rate": facts.learning_rate, **facts.settings}
-    values = {name: f"{value:.4g}" for name, value in named.items()}
+    values = {name: f"{value:.4g}" for name, value in named.items() if value is not None}
     values |= {"centered": "True"} if "centered" in named else {}
     text = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"{facts.name} has {text}" + ("." if facts.clips else ", and no clipping.")

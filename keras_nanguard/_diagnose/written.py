@@ -88,6 +88,7 @@ def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
         and facts.name in PROVEN
         and not getattr(optimizer, "centered", False)
         and facts.dtype in ("float32", "float64")
+        and facts.learning_rate is not None
         and not facts.rate_is_bad
         and (facts.epsilon_in_dtype is None or facts.epsilon_in_dtype >= MIN_EPSILON)
         and all(isinstance(beta, (int, float)) and 0.0 <= beta < 1.0 for beta in betas)

@@ -280,6 +280,15 @@ def test_another_model_is_refused(overflow):
         replay(overflow[1].bundle, other)
 
 
+def test_a_part_of_the_model_is_refused(overflow):
+    """Not replayed without the weights of the other layers."""
+    whole = overflow[0].model
+    part = keras.Model(whole.inputs, whole.get_layer("bn").output, name=whole.name)
+    part.compile("sgd", "mse")
+    with pytest.raises(BundleError, match="variables"):
+        replay(overflow[1].bundle, part)
+
+
 @pytest.mark.parametrize("arguments", [{"mode": "fast"}, {"dtype": "float8"}])
 def test_an_unknown_way_to_run_is_refused(overflow, arguments):
     with pytest.raises(GuardError):

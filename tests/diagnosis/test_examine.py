@@ -158,3 +158,25 @@ def test_a_model_that_cannot_be_run_is_not_healthy(trained, x, y, what):
     assert found.error in str(found) and "Nothing bad" not in str(found) and "\x1b" not in str(found)
     assert "x of shape (None, 4)" in found.diagnosis.advice[0]
     assert found.to_dict()["error"] == found.error
+
+
+class OnlyInSteps(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that cannot be read outside of a step."""
+
+    readable = True
+
+    def __call__(self, step):
+        if not self.readable:
+            raise IndexError(step)
+        return 0.01
+
+
+def test_a_rate_that_cannot_be_read_does_not_hide_the_cause(trained):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    rate = OnlyInSteps()
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    x = np.full((8, 4), np.nan, "float32")
+    rate.readable = False
+    found = diagnose(model, x, np.zeros((8, 1), "float32"))
+    assert found.diagnosis.cause == "input_nonfinite"
+    assert "learning_rate" not in str(found)
