@@ -89,7 +89,7 @@ def buffers_of(layers: Sequence[Any]) -> tuple[list[TensorVariable], list[Any]]:
     variables: dict[int, TensorVariable] = {}
     passing: list[Any] = []
     seen = set[Any]()
-    for layer in filter(_is_module, reversed(layers)):  # inner layers first: they name theirs
+    for layer in reversed(layers):  # inner layers first: they name theirs
         for prefix, module in layer.named_modules(seen):
             for key, tensor in module._buffers.items():
                 if tensor is None:
@@ -102,7 +102,3 @@ def buffers_of(layers: Sequence[Any]) -> tuple[list[TensorVariable], list[Any]]:
                     known = _BUFFERS.setdefault(module, Variables())
                     variables[id(tensor)] = known.at(module._buffers, key, path)
     return list(variables.values()), passing
-
-
-def _is_module(layer: Any) -> bool:
-    return hasattr(layer, "named_modules")

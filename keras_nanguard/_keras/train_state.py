@@ -70,7 +70,8 @@ class TrainState:
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         own = filter(keras_variables.is_variable, states)
-        buffers, passing = keras_tensors.buffers_of(layers)
+        modules = [layer for layer in layers if hasattr(layer, "named_modules")]  # on PyTorch
+        buffers, passing = keras_tensors.buffers_of(modules) if modules else ((), ())
         other = _unique([*model.non_trainable_variables, *own, *buffers], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
