@@ -315,7 +315,7 @@ class Incidents:
         if self._is_of_batch(incident, decision, report):
             incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
             decision, counted = decide(run.policy, run.recovery.policy_state, incident)
-        run.recovery.decided(counted)
+        run.recovery.count(counted)
         return incident.with_(decision=decision)
 
     def _is_of_batch(self, incident: Incident, decision: Decision, report: Report | None) -> bool:
@@ -383,7 +383,7 @@ class Incidents:
             run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
         if "stop" in response.ends:
             run.model.stop_training = True
-        run.recovery.performed(outcomes)
+        run.recovery.count(run.recovery.policy_state.performed(outcomes))
         run.recording.actions(outcomes)
         if response.rerun is not None and self.replay.rollbacks:
             self.replay.continue_with(response.rerun)  # its steps reach the poles again

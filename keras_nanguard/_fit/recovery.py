@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._core.incident import Outcome
 from keras_nanguard._core.json_records import Whole
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain_text
@@ -55,13 +54,9 @@ class Recovery:
 
     # The counts of the policy
 
-    def decided(self, counted: PolicyState) -> None:
-        """Continue with the state in which a decision has counted its incident."""
+    def count(self, counted: PolicyState) -> None:
+        """Continue with a state that has counted an incident, or the outcomes of its decision."""
         self.policy_state = counted
-
-    def performed(self, outcomes: Sequence[Outcome]) -> None:
-        """Note the outcomes of a decision."""
-        self.policy_state = self.policy_state.performed(outcomes)
 
     def continue_streaks(self, of: PolicyState) -> None:
         """Continue with the streaks of another state; replayed steps have streaks of their own."""
