@@ -14,7 +14,8 @@ class Totals(NamedTuple):
         steps: complete train steps, including refused ones; `None` if unknown.
         refused: refused steps.
         overflows: those of them that were ordinary float16 overflows, which are not incidents.
-        run_again: further steps that were refused, undone by a rollback, and replayed.
+        run_again: further steps that were refused, undone by a rollback or a restart, and run
+            again.
     """
 
     steps: int | None = 0
@@ -30,4 +31,4 @@ class Totals(NamedTuple):
     def replayed(self) -> str:
         """The further steps in words, after a comma; `""` without any."""
         again = times(self.run_again, "step")
-        return f", {again} replayed after a rollback" if self.run_again else ""
+        return f", {again} undone and run again" if self.run_again else ""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,21 +168,21 @@ class Recorder:
             self._memory.run(database.FILL_RATE, known)
         return last[1] if last is not None and last[1] != rate else None
 
-    def undo(self, step: int, again: frozenset[int] | None = None) -> None:
+    def undo(self, step: int, again: Collection[int] = ()) -> None:
         """Mark the committed steps from this one on as undone.
 
         Args:
             step: the step.
-            again: the steps that are replayed; refused ones among them are marked, too.
+            again: the steps that run again; refused ones among them are marked, too.
         """
         with self._changing():
-            start, numbers = (step + self.base,), {number + self.base for number in again or ()}
+            start = (step + self.base,)
             refused = self._memory.connection.execute(database.REFUSED_STEPS, start).fetchall()
-            replayed = [(place, status) for place, number, status in refused if number in numbers]
+            lost = [(place, s) for place, number, s in refused if number - self.base in again]
             self._memory.run(database.UNDO_STEPS, [start])
-            self._memory.run(database.UNDO, [(place,) for place, _ in replayed])
-            overflows = sum(status == OVERFLOW for _, status in replayed)
-            count = len(replayed)
+            self._memory.run(database.UNDO, [(place,) for place, _ in lost])
+            overflows = sum(status == OVERFLOW for _, status in lost)
+            count = len(lost)
             self._counts.update(run_again=count, refused=-count, overflows=-overflows)
 
     # Everything else
@@ -216,7 +216,7 @@ class Recorder:
             self._epoch_id = None if self._epoch_id is None else self._memory.end
             self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
             if resumed is not None:
-                self.undo(0)
+                self.undo(0, again=range(recorded - self.base))
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
             self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")

@@ -129,13 +129,14 @@ class Recording:
             `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
             `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (for each limit of the policy
             `rule`, `do`, `used`, `times`, `per_steps`), and the numbers of `refused` steps, of
-            `overflows` among them, and of further ones that were replayed (`run_again`).
+            `overflows` among them, and of further ones that were undone and run again
+            (`run_again`).
         steps: the steps in the order in which they ran, as one array for each of `step`, `epoch`,
             `batch`, `loss`, `gradient_norm`, `learning_rate`, `loss_scale`, `time`, `status`
             (0 committed, 1 refused, 2 overflow that the loss scale handles) and `undone`
-            (by a rollback). A replayed step has a second row with the same number. Above 32,768
-            rows every second committed step is removed, and every second step if most are refused,
-            except among the last 8,192 rows.
+            (by a rollback or a restart). A step that ran again has a second row with the same
+            number. Above 32,768 rows every second committed step is removed, and every second step
+            if most are refused, except among the last 8,192 rows.
         events: events in order of time.
         layers: for each variable path the arrays `step`, `weight_norm` and `update_ratio`
             (trainable variables), or `step`, `low` and `high` (statistics of BatchNormalization).

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from support import zoo
 from support.programs import differentiated
-from support.recordings import COMMITTED, OVERFLOW, flushed, run_of
+from support.recordings import COMMITTED, OVERFLOW, REFUSED, flushed, run_of
 
 from keras_nanguard import NanGuard, NanGuardModel, NonFiniteError, Recording
+from keras_nanguard._core.totals import Totals
 from keras_nanguard.testing import inject
 
 QUIET = {"verbose": 0, "diagnose": False}
@@ -257,6 +258,25 @@ def test_resumed(tmp_path):
     assert found.steps["epoch"][standing].tolist() == [0] * 12 + [1] * 12 + [2] * 12
     assert [e.kind for e in found.events if e.kind in ("begin", "resume", "end")] == ["begin", "end", "resume", "end"]
     np.testing.assert_array_equal(found.steps["loss"], last.recording.steps["loss"])
+
+
+@ONCE
+def test_a_refused_step_before_and_after_a_restart_is_one_step(tmp_path):
+    """The step of an epoch that is refused, lost, and refused again counts once, like the others."""
+    data, dies = zoo.poison(zoo.regression(), 4), zoo.Before(zoo.raising(KeyboardInterrupt), 6, epoch=1)
+
+    def guard():
+        return NanGuard(directory=tmp_path, resume=True, snapshot={"every": 5, "verify_after": 1}, **QUIET)
+
+    with pytest.raises(KeyboardInterrupt):
+        zoo.run(zoo.plain, data, guard=guard(), epochs=3, callbacks=[dies])
+    assert run_of(Recording.read(tmp_path)).totals == Totals(18, 2, 0, 0)
+    zoo.run(zoo.plain, data, guard=guard(), epochs=3)
+    found = Recording.read(tmp_path)
+    assert run_of(found).totals == Totals(36, 3, 0, 1)
+    refused = found.steps["status"] == REFUSED
+    assert found.steps["step"][refused].tolist() == [4, 16, 16, 28]
+    assert found.steps["undone"][refused].tolist() == [False, True, False, False]
 
 
 @ONCE
