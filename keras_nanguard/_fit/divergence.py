@@ -64,21 +64,23 @@ class Divergence:
         enabled: whether to check.
 
     Attributes:
-        due: the step of the next check; infinity until an epoch has ended.
+        enabled: whether this guard still checks.
     """
 
     def __init__(self, enabled: bool):
-        self._enabled = enabled
-        self.due: float = LONGEST if enabled else math.inf
+        self.enabled = enabled
         self._since = 0
         self._schedule, self._began = Schedule(), time.monotonic()
         self._probation: Lost | None = None
         self._rollbacks = 0
 
-    def begin_epoch(self, step: int) -> None:
-        """Schedule a check after the next step if the last epoch was long enough."""
-        if self._enabled and step - self._since >= SHORTEST:
-            self.due = step + 1
+    def has_window(self, step: int) -> bool:
+        """Whether a window that ends at this step is long enough for a check."""
+        return self.enabled and step - self._since >= SHORTEST
+
+    def next_look(self, step: int) -> float:
+        """Return the step of the next check at the latest; an epoch may end before."""
+        return step + LONGEST if self.enabled else math.inf
 
     @np.errstate(all="ignore")
     def look(self, run: Run) -> Lost | None:
@@ -90,15 +92,13 @@ class Divergence:
         Raises:
             StateLostError: if the state could not be restored after the trials.
         """
-        if run.step < self.due:
-            return None
-        began, self._since, self.due = self._since, run.step, run.step + LONGEST
+        began, self._since = self._since, run.step
         try:
             return self._look(run, began)
         except StateLostError:
             raise
         except Exception as error:  # noqa: BLE001  training does not need the trials
-            self._probation, self._enabled, self.due = None, False, math.inf
+            self._probation, self.enabled = None, False
             run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
             return None
 
@@ -124,7 +124,7 @@ class Divergence:
     def acted(self, run: Run, done: bool) -> None:
         """Begin the probation of the action, if one was done."""
         if not done:
-            self._probation, self._enabled = None, False
+            self._probation, self.enabled = None, False
         if self._probation is not None:
             _write(run, self._probation.settings)
         self._schedule.restart()
@@ -134,7 +134,7 @@ class Divergence:
         """Whether training minimizes the loss."""
         own = keras_compiled.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
-        return self._enabled and own and positive and len(run.train_state().optimizers) == 1
+        return self.enabled and own and positive and len(run.train_state().optimizers) == 1
 
     def _end_probation(self, run: Run, probation: Lost) -> None:
         """Compare with the abandoned state, and restore it if the action did not help."""
@@ -150,7 +150,7 @@ class Divergence:
         self._probation = None
         if clearly_lower(losses, before):
             return
-        self._enabled = False
+        self.enabled = False
         _write(run, abandoned)
         run.count_replacement()
         probation.restore_rates()

@@ -161,14 +161,12 @@ class Monitors:
     """The checks between two steps of one fit.
 
     Attributes:
-        due: step of the next check.
         ceiling: sum over the moving statistics of a step (`History.statistics`) above which the
             next check runs at once.
         highest: the same for weights and slots (`History.updated`).
     """
 
     def __init__(self) -> None:
-        self.due: float = LOOKS[0]
         self.ceiling = self.highest = HUGE
         self._reported = set[Callable[[Run], Iterator[Finding]]]()
         self._beyond = set[str]()  # paths at the last check
@@ -198,8 +196,6 @@ class Monitors:
             self._since = step
             self._reported.clear()
             self._beyond.clear()
-        coming = (self._since + at for at in LOOKS if self._since + at > step)
-        self.due = next(coming, step + LOOK_INTERVAL)
         watches = [self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
@@ -214,6 +210,11 @@ class Monitors:
                 self._reported.add(watch)
                 found += findings
         return found
+
+    def next_look(self, step: int) -> int:
+        """Return the step of the next check, after one at this step or at the start."""
+        coming = (self._since + at for at in LOOKS if self._since + at > step)
+        return next(coming, step + LOOK_INTERVAL)
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""

@@ -34,14 +34,14 @@ class Tasks:
         self.monitors, self.layer_looks = Monitors(), LayerLooks()
         self.divergence = Divergence(bool(run.policy.divergence.action))
         run.plan("layers", 1)
-        run.plan("checks", self.monitors.due)
-        run.plan("divergence", self.divergence.due)
+        run.plan("checks", self.monitors.next_look(0))
+        run.plan("divergence", self.divergence.next_look(0))
         run.plan("snapshot", run.policy.snapshot.every or inf)
 
     def begin_epoch(self, step: int) -> None:
         """Plan the tasks of an epoch. The learning rate is read after its first step."""
-        self.divergence.begin_epoch(step)
-        self.run.plan("divergence", self.divergence.due)
+        if self.divergence.has_window(step):
+            self.run.plan("divergence", step + 1)
         self.run.plan("rate", step + 1)
 
     def read_rate(self) -> float:
@@ -70,16 +70,19 @@ class Tasks:
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings:
             self.incidents.handle(incident_of(run, findings))
-        return self.monitors.due
+        return self.monitors.next_look(run.step)
 
     def look_for_divergence(self) -> float:
         """Check whether the run is lost."""
-        lost = None if self.incidents.replay.rollbacks else self.divergence.look(self.run)
+        run, divergence = self.run, self.divergence
+        if self.incidents.replay.rollbacks:
+            return run.due["divergence"]  # once the steps have run again
+        lost = divergence.look(run)
         if lost is not None:
             incident = self.incidents.handle(lost.incident, restart=lost.restart)
             changed = any(ACTIONS[name].changes for name in incident.changes)
-            self.divergence.acted(self.run, changed)
-        return self.divergence.due
+            divergence.acted(run, changed)
+        return divergence.next_look(run.step)
 
     def promote(self) -> float:
         """Mark the snapshots that have proven good."""
