@@ -265,6 +265,11 @@ class Incident:
         return frozenset() if self.diagnosis is None else self.diagnosis.causes
 
     @property
+    def diverged(self) -> bool:
+        """Whether training had diverged, by its diagnosis or by a finding."""
+        return "divergence" in self.causes or any(f.kind == "divergence" for f in self.findings)
+
+    @property
     def first(self) -> Finding | None:
         """The first finding in causal order, or `None` without findings."""
         return min(self.findings, key=lambda finding: SITES.index(finding.site), default=None)

@@ -209,7 +209,7 @@ class Incidents:
             if not back and (again or self._is_bad_by_noise(args)):
                 run.advance_generators()  # else the next step draws the same noise once more
             self._unexplained = step
-        if "divergence" in incident.causes:
+        if incident.diverged:
             self._diverged = state
         elif not back and (is_of_data(incident) or self._diverged != state):
             run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
@@ -327,7 +327,7 @@ class Incidents:
         names = {action["action"] for action in decision.actions}
         if not incident.refused or names.isdisjoint(("rollback", "lower_lr")):
             return False
-        if "divergence" in incident.causes or "state" in incident.sites or self._explain is None:
+        if incident.diverged or "state" in incident.sites or self._explain is None:
             return False
         update = "lower_lr" not in names  # else a lower rate may cure it
         bad_at_start = self._explain.is_bad_at_start(report, update)
@@ -345,7 +345,7 @@ class Incidents:
         diagnosis, ours = agreement.diagnosis(own, detected.sites, report)
         incident = incident.with_(diagnosis=diagnosis)
         values = dict(incident.values)
-        if "divergence" in incident.causes:
+        if incident.diverged:
             values["onset"] = onset(self._run.history.series)
         poles = self._poles_of(incident)
         if poles:

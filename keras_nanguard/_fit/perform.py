@@ -191,9 +191,7 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
     if rebuild:
         run.rebuild(undo)
-    diverged = any(f.kind == "divergence" for f in incident.findings)
-    diverged |= "divergence" in incident.causes
-    run.recovery.lowered(run.counts.committed, diverged, p["recover_after"])
+    run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
     rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
     return Done(f"learning rate of {rates}", lowered=changed)
 
@@ -341,7 +339,7 @@ def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
 
 def _last_good(context: ActionContext) -> Done:
     """Restore the last good state at the end, unless the model has it."""
-    run, diverged = context.run, "divergence" in context.incident.causes
+    run, diverged = context.run, context.incident.diverged
     good, wanted = context.last_good()
     if good:
         return Done("the model still has the last good state")

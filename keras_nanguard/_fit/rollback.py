@@ -95,7 +95,7 @@ class ActionContext:
         """
         run, incident = self.run, self.incident
         untouched = incident.refused and "state" not in incident.sites
-        if "divergence" not in incident.causes:
+        if not incident.diverged:
             return (True, None) if untouched else (False, self.newest())
         wanted = self.before_onset()
         unknown: tuple[bool, Snapshot | None] = (False, wanted)

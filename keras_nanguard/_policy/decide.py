@@ -375,15 +375,14 @@ def _parameters(
     table = getattr(policy, action.name, None)
     default = table.model_dump() if isinstance(table, Action) else action.model_dump()
     found: dict[str, Any] = {"action": action.name, **default, **given}
-    diverged = "divergence" in incident.causes or any(
-        finding.kind == "divergence" for finding in incident.findings
-    )
     times = state.times(action.name)
     if action.name == "rollback":
         found["depth"] = 1 + (times if found["further_back"] else 0)  # 1 is the newest snapshot
-        found["before_onset"] = diverged
-        replay = found["replay_steps"] or diverged or _is_bad_state(incident)
+        found["before_onset"] = incident.diverged
+        replay = found["replay_steps"] or incident.diverged or _is_bad_state(incident)
         found["replay_steps"] = given.get("replay_steps", replay)
-    elif action.name == "lower_lr" and (diverged or times) and "recover_after" not in given:
+    elif (
+        action.name == "lower_lr" and (incident.diverged or times) and "recover_after" not in given
+    ):
         found["recover_after"] = 0
     return found
