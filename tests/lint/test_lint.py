@@ -268,6 +268,18 @@ def test_the_wrong_learning_rate_is_named(wrong):
     assert hazard.detail == f"a learning rate of {wrong:g}"
 
 
+def test_a_schedule_that_fails_outside_of_training_hides_no_other_hazard():
+    """A table of rates ends before step 100."""
+
+    class Table(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return [1e-3, 1e-3][int(step)]
+
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
+    model.compile(keras.optimizers.Adam(Table()), keras.losses.BinaryCrossentropy(from_logits=True))
+    assert [hazard.code for hazard in lint(model).hazards] == ["probabilities_as_logits"]
+
+
 def test_protected_operations_are_safe():
     """Adding a constant, clipping, softplus and the like protect a logarithm or a quotient."""
     inputs = keras.Input((4,))
