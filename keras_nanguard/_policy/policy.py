@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -310,7 +311,8 @@ def warnings_about(
 
 
 def _never_reached(policy: Policy) -> Iterator[str]:
-    bound, results = policy.max_consecutive_refused, {*RESULT_SITES}
+    bound = policy.max_consecutive_refused if policy.refuse else math.inf
+    results = {*RESULT_SITES}
     for rule in policy.rules:
         kinds, after = {*rule.kind}, f"Rule {rule.name!r} never acts{{}}: after = {rule.after}, but"
         if rule.after > 1 and kinds and kinds <= BETWEEN_STEPS:

@@ -336,6 +336,7 @@ def test_rules_that_never_act_give_a_warning():
     tables = [{"name": name, "do": "warn", **table} for name, table in {**warned, **silent}.items()]
     found = warnings_about(Policy.load(rules=tables))
     assert [sentence.split("'")[1] for sentence in found] == [*warned]
+    assert not warnings_about(Policy.load("observe", rules=[{"name": "late", "after": 20, "do": "warn"}])), "no bound ends it"
     assert "on bad steps" in found[0] and "no two steps in a row have spike or stuck" in found[2]
 
 
