@@ -133,7 +133,7 @@ def _saved_state(folder: Path, run: RunView, incident: Incident, left: int) -> S
     left -= _save(folder / "state.npz", state)
     cause = incident.diagnosis.cause if incident.diagnosis is not None else "unknown"
     start = run.ring.start
-    if cause in causes_with("start") and start is not None and start.at_hand:
+    if cause in causes_with("start") and start is not None and start.is_whole():
         first = [start.value(v) for v in variables]
         first = [now if old is None else old for old, now in zip(first, state)]
         if sum(a.nbytes for a in first) <= left:

@@ -395,7 +395,7 @@ class Incidents:
         if response.state_replaced:
             run.count_replacement()
         run.plan_changes()
-        run.ring.save_changes(run.changes)
+        run.save_changes()
         return incident.with_(outcomes=outcomes)
 
     def _replay_undone(

@@ -269,7 +269,7 @@ class Monitors:
         """
         first = run.ring.start
         own = keras_compiled.trains_by_compiled_loss(run.model) and processes.count() == 1
-        if not own or first is None or not first.at_hand or not self._gradient > 0.0:
+        if not own or first is None or not first.is_whole() or not self._gradient > 0.0:
             return
         explained = run.step * self._gradient**2
         for moment in second_moments(run.train_state().optimizers):
@@ -296,7 +296,7 @@ def _never_moved(layer: Any, first: Snapshot) -> bool:
     """Whether the statistics are still 0 and 1 although gamma or beta have changed."""
     mean = keras_variables.view(layer.moving_mean)
     variance = keras_variables.view(layer.moving_variance)
-    if np.any(mean != 0) or np.any(variance != 1) or not first.at_hand:
+    if np.any(mean != 0) or np.any(variance != 1) or not first.is_whole():
         return False
     for variable in (layer.gamma, layer.beta):
         start = first.value(variable) if variable is not None else None

@@ -108,7 +108,7 @@ def look_for_proof(run: Run, seconds: float) -> tuple[TrialResult, int]:
     held_out = batches[-min(max(len(batches) // 4, HELD_OUT), MOST_HELD_OUT) :]
     batches = batches[: len(batches) - len(held_out)]
     first = run.ring.start
-    if len(batches) < HELD_OUT or first is None or not first.at_hand:
+    if len(batches) < HELD_OUT or first is None or not first.is_whole():
         return None, 0
     with trial(run) as trying:
         if trying is None:
@@ -222,7 +222,7 @@ class _Trials:
         something, and the first state.
         """
         kept = self._run.ring.with_least_loss()
-        if kept is not None and kept.at_hand:
+        if kept is not None and kept.is_whole():
             best = self._arm(kept, 1.0, self._trying.state_of(kept, self._settings))
             if self._is_better(best.state, best.losses):
                 yield best

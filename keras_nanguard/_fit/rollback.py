@@ -102,7 +102,7 @@ class ActionContext:
         batches = run.recent.last(WINDOW) if processes.count() == 1 else []
         if not untouched or wanted is None or not batches:
             return unknown
-        earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.at_hand]
+        earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.is_whole()]
 
         def compared(trying: Trial) -> tuple[bool, Snapshot | None]:
             settings = trying.settings(trying.trained(trying.present, batches))

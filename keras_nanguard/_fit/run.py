@@ -187,7 +187,9 @@ class Run:
         self.recent = RecentBatches(lambda arguments: self.access.transaction.batch(arguments))
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
-        self.ring = self._ring()
+        self._folder = self._snapshot_folder()
+        kept = policy.snapshot
+        self.ring = Ring(kept.keep, kept.good_steps, self.agreement.any_of, self._folder)
         self.due: dict[str, float] = {}
         self.next_due = inf
         self.began = self.stopped = self.failed = False
@@ -196,16 +198,14 @@ class Run:
         self._said = set[str]()
         self._traced: TrainState | None = None
 
-    def _ring(self) -> Ring:
-        kept = self.policy.snapshot
-        limits = (kept.keep, kept.good_steps, self.agreement.any_of)
-        if self.directory is None or kept.storage != "disk":
-            return Ring(*limits)
+    def _snapshot_folder(self) -> SnapshotFolder | None:
+        if self.directory is None or self.policy.snapshot.storage != "disk":
+            return None
         if current.host().is_sharded(self.model):
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return Ring(*limits, SnapshotFolder(self.directory, self.say_once))
+        return SnapshotFolder(self.directory, self.say_once)
 
     @property
     def step(self) -> int:
@@ -350,6 +350,11 @@ class Run:
         """Return the current changes of the policy."""
         counts, optimizers = self.counts, self.train_state().optimizers
         return self.recovery.saved(optimizers, counts.step, counts.committed, counts.rollbacks)
+
+    def save_changes(self) -> None:
+        """Save the changes of the policy for another process, if snapshots are on disk."""
+        if self._folder is not None:
+            self._folder.save_changes(self.changes)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

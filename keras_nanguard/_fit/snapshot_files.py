@@ -202,9 +202,8 @@ class SnapshotFile(Mapping[int, Array]):
             why = f"{self.path} does not fit this model: {plain_text(error)}"
             raise FileFormatError(why) from error
 
-    @property
-    def whole(self) -> bool:
-        """Whether the files are unchanged since they were written. If not, warn."""
+    def is_whole(self) -> bool:
+        """Read the files; return whether they are unchanged since they were written; else warn."""
         try:
             return bool(read(self.path))
         except FileFormatError as error:

@@ -20,7 +20,6 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
-from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -72,10 +71,9 @@ class Snapshot:
         steps = "1 step" if self.step == 1 else f"{self.step} steps"
         return f"after {steps}" if self.step else "before the first step"
 
-    @property
-    def at_hand(self) -> bool:
-        """Whether it is in memory, or its files are whole. If not, warn."""
-        return self.file is None or self.arrays is not self.file or self.file.whole
+    def is_whole(self) -> bool:
+        """Return whether it is in memory, or its files, which are read, are whole. If not, warn."""
+        return self.file is None or self.arrays is not self.file or self.file.is_whole()
 
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
@@ -158,37 +156,52 @@ class Ring:
             What prevents it: a copy does not fit into memory, or the state is not finite.
         """
         self.promote(about.good)
-        in_memory = [s for s in self.snapshots if s.step and s.file is None]
         short = not _fits(state.kept, first=not about.step)
-        able = not short or bool(about.step and in_memory)
-        # Each process reads each variable once: reading one may need all processes, and copies it
-        # from an accelerator. Without memory for all of them one after the other is read.
-        views = {id(v): keras_variables.view(v) for v in state.kept} if able else {}
-        found = ((v, views[id(v)] if able else keras_variables.view(v)) for v in state.kept)
-        good = [finiteness.is_finite(value) or id(v) in tolerated for v, value in found]
-        lacks, bad = self._agree(not able and self._folder is None, not all(good))
+        able = not short or bool(about.step and self._in_memory())
+        views, good = _read(state.kept, able, tolerated)
+        lacks, bad = self._agree(not able and self._folder is None, not good)
         if lacks or bad:
             return "nonfinite" if bad else "memory"
-        metrics = state.metrics if about.step else ()  # they are reset before the first step
         about = replace(about, verified=about.verified or not self.good_after)
         try:
-            known = {id(v): keras_variables.read(v) for v in metrics}
-            file = self._written(about, state)
-            arrays: Mapping[int, Array] | None = file
-            if able and (file is None or not about.step):
-                self._make_room(in_memory, about.level, short)
-                copied = np.array if about.step else compact
-                arrays = {key: copied(views.pop(key)) for key in list(views)}
+            snapshot = self._copied(about, state, views, short)
         except Exception as error:
             if not memory.is_exhausted(error):
                 raise
             return "memory"
-        if arrays is None:
+        if snapshot is None:
             return "memory"
-        self.snapshots.append(replace(about, arrays=arrays, file=file, metrics=known))
-        if self._folder is not None and file is not None:
+        self.snapshots.append(snapshot)
+        if self._folder is not None and snapshot.file is not None:
             self._prune(self._folder)
         return ""
+
+    def _in_memory(self) -> list[Snapshot]:
+        """Return the snapshots in memory alone, without the state before the first step."""
+        return [s for s in self.snapshots if s.step and s.file is None]
+
+    def _copied(
+        self, about: Snapshot, state: TrainState, views: dict[int, Array] | None, short: bool
+    ) -> Snapshot | None:
+        """Return the snapshot with its values, on disk or in memory; `None` if they are in neither.
+
+        Args:
+            about: the snapshot without its values.
+            state: the train state.
+            views: its values, which are released one by one; `None` if a copy does not fit.
+            short: whether it fits only in the place of another snapshot.
+        """
+        metrics = state.metrics if about.step else ()  # they are reset before the first step
+        known = {id(v): keras_variables.read(v) for v in metrics}
+        file = self._written(about, state)
+        arrays: Mapping[int, Array] | None = file
+        if views is not None and (file is None or not about.step):
+            self._make_room(self._in_memory(), about.level, short)
+            copied = np.array if about.step else compact
+            arrays = {key: copied(views.pop(key)) for key in list(views)}
+        if arrays is None:
+            return None
+        return replace(about, arrays=arrays, file=file, metrics=known)
 
     def _written(self, about: Snapshot, state: TrainState) -> SnapshotFile | None:
         """Write a snapshot to the folder, if there is one; return its files."""
@@ -262,14 +275,16 @@ class Ring:
         return max(min(waiting, default=math.inf), 1)
 
     def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot that can be read, or the oldest if there
-        are fewer.
+        """Return the `depth`-th newest verified snapshot, or the oldest if there are fewer. Those
+        on the way that are damaged are forgotten; their files stay.
         """
         while verified := [s for s in self.snapshots if s.verified]:
             snapshot = verified[-min(depth, len(verified))]
-            if snapshot.at_hand:
+            if snapshot.is_whole():
                 return snapshot
             self.snapshots.remove(snapshot)
+            if snapshot.file is not None:
+                snapshot.file.close()
         return None
 
     def before_onset(
@@ -290,9 +305,9 @@ class Ring:
         if earlier is not None and not earlier.step and not can_replay(earlier):
             best = self.with_least_loss()
             progress = best is not None and best.level.value + best.level.spread < first_loss
-            if best is not None and progress and best.at_hand:
+            if best is not None and progress and best.is_whole():
                 return best
-        return earlier if earlier is not None and earlier.at_hand else self.newest()
+        return earlier if earlier is not None and earlier.is_whole() else self.newest()
 
     @property
     def start(self) -> Snapshot | None:
@@ -310,11 +325,6 @@ class Ring:
         """Remove the snapshots taken after this step, because the steps before them were undone."""
         for snapshot in [s for s in self.snapshots if s.step > step]:
             self._remove(snapshot)
-
-    def save_changes(self, changes: Callable[[], GuardState]) -> None:
-        """Save the changes of the policy, if snapshots are on disk."""
-        if self._folder is not None:
-            self._folder.save_changes(changes)
 
     def close(self) -> None:
         """Release all snapshots in memory, and the lock of the folder."""
@@ -335,6 +345,25 @@ def _is_constant(value: Array) -> bool:
     if value.size < 2 or value.dtype.kind not in "fiu" or value.flat[0] != value.flat[-1]:
         return False
     return bool((value == value.flat[0]).all())
+
+
+def _read(
+    variables: Iterable[Any], keeps: bool, tolerated: Container[int]
+) -> tuple[dict[int, Array] | None, bool]:
+    """Return the values of variables by `id`, and whether all are finite, without the tolerated
+    ones.
+
+    Each process reads each variable once: reading one may need all processes, and copies it from an
+    accelerator. Without memory for all of them (`keeps`) no value is returned.
+    """
+    views: dict[int, Array] | None = {} if keeps else None
+    good = True
+    for variable in variables:
+        value = keras_variables.view(variable)
+        good &= id(variable) in tolerated or finiteness.is_finite(value)
+        if views is not None:
+            views[id(variable)] = value
+    return views, good
 
 
 def size_of(variables: Iterable[Any]) -> int:

@@ -103,7 +103,7 @@ class Tasks:
         with run.access.variables_readable():
             state = run.train_state()
             run.history.start(run.ring.snapshots, state.trainable)
-            run.ring.save_changes(run.changes)
+            run.save_changes()
             level = level_of(run.history.last(WINDOW)) or UNKNOWN
             drawn = current.host().generator_state()
             fresh = Snapshot(
