@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Integral
 from types import TracebackType
 from typing import Any, get_args
 
@@ -164,7 +165,8 @@ def inject(
         require_count("entries", entries)
     steps = tuple(sorted({first + i for first in starts for i in range(count)}))
     chosen = None if rows is None else _whole("rows", rows)
-    fault = Fault(site, kind, steps, path, chosen, entries, magnitude)
+    size = None if entries is None else int(entries)
+    fault = Fault(site, kind, steps, path, chosen, size, magnitude)
     return Injection(model, fault, require_fired)
 
 
@@ -230,7 +232,8 @@ def corrupt(
         magnitude: factor of a spike.
 
     Raises:
-        GuardError: for an unknown kind, or a variable that cannot represent the fault.
+        GuardError: for an unknown kind, `entries` below 1, or a variable that cannot represent the
+            fault.
 
     Example:
 
@@ -242,6 +245,8 @@ def corrupt(
     ```
     """
     require_one_of("kind", kind, KINDS)
+    if entries is not None:
+        require_count("entries", entries)
     dtype = getattr(variable, "dtype", None)
     if not isinstance(variable, keras_variables.VARIABLE) or not finiteness.is_float(dtype):
         received = f"variable={getattr(variable, 'path', variable)!r} of dtype {dtype}"
@@ -258,8 +263,8 @@ def corrupt(
 
 def _whole(name: str, value: Any) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, Iterable) else (value,)
-    valid = [isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values]
+    valid = [isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= 0 for v in values]
     if not valid or not all(valid):
         what, remedy = f"{name} to be whole numbers from 0 on", f"Write {name}=3 or {name}=(3, 7)."
         raise GuardError(expected(what, f"{name}={value!r}", remedy))
-    return values
+    return tuple(map(int, values))

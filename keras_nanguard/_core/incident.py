@@ -76,11 +76,12 @@ class Finding:
         if self.site in ("inputs", "targets") and self.path:
             where = f"{self.site} {self.path}"
         both = ((self.nan, "NaN"), (self.inf, "Inf"))
-        counts = [f"{count} {name}" for count, name in both if count]
-        if counts and self.size and self.size > 1:
+        found = [(count, name) for count, name in both if count]
+        if found and self.size and self.size > 1:
+            counts = [f"{count} {name}" for count, name in found]
             return f"{where}: {' and '.join(counts)} of {self.size}"
-        if counts:
-            return f"{where}: {counts[0].split()[1]}"
+        if found:
+            return f"{where}: {' and '.join(name for _, name in found)}"
         if self.kind == "nonfinite" and self.value is not None:
             return f"{where}: {'NaN' if math.isnan(self.value) else 'Inf'}"
         return f"{where}: {self.kind}" + ("" if self.value is None else f" ({self.value:.4g})")

@@ -157,7 +157,7 @@ class ScanReport(TableReport):
         return dict(plain(found))
 
     def __repr__(self) -> str:
-        counted = f"{len(self.variables)} variables, {len(self.bad)} of them bad"
+        counted = f"{times(len(self.variables), 'variable')}, {len(self.bad)} of them bad"
         return f"ScanReport({self.source!r}, {counted})"
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class ScanReport(TableReport):
                 *(f"  {name}: {one.detail} ({one.severity})" for name, one in found),
             ]
         if len(bad) > _SHOWN_LAYERS:
-            lines.append(f"and {len(bad) - _SHOWN_LAYERS} more layers")
+            lines.append(f"and {times(len(bad) - _SHOWN_LAYERS, 'more layer')}")
         return "\n".join([*lines, *self.notes])
 
     def _table(self) -> Any:
@@ -336,7 +336,7 @@ class RecalibrateReport:
         return dict(plain({"format": FORMAT, **asdict(self)}))
 
     def __repr__(self) -> str:
-        counted = f"{len(self.layers)} layers, {self.batches} batches"
+        counted = f"{times(len(self.layers), 'layer')}, batches={self.batches}"
         return f"RecalibrateReport({self.model!r}, {counted})"
 
     def __str__(self) -> str:

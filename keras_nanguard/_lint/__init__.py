@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_nanguard._core.display import TableReport
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.problems import SEVERITIES
@@ -50,7 +51,7 @@ class LintReport(TableReport):
         }
 
     def __repr__(self) -> str:
-        return f"LintReport({self.model!r}, {len(self.hazards)} hazards)"
+        return f"LintReport({self.model!r}, {times(len(self.hazards), 'hazard')})"
 
     def __str__(self) -> str:
         if not self.hazards:
@@ -64,7 +65,7 @@ class LintReport(TableReport):
     def _table(self) -> Any:
         rows = [(one.severity, one.code, one.path, one.detail, one.fix) for one in self.hazards]
         head = ("", "hazard", "where", "observation", "remedy")
-        return f"{self.model}: {len(rows)} hazards.", (), head, rows
+        return f"{self.model}: {times(len(rows), 'hazard')}.", (), head, rows
 
 
 def lint(model: Any, x: Any = None, y: Any = None, *, ignore: Sequence[str] = ()) -> LintReport:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Preset
-from keras_nanguard._core.plain_values import check_depth
+from keras_nanguard._core.plain_values import check_depth, times
 from keras_nanguard._policy.actions import Action, Call, Items, LowerLr, Rollback, Skip, Stop
 from keras_nanguard._policy.documents import MAX_DEPTH, SUFFIXES, parsed, read
 from keras_nanguard._policy.records import (
@@ -216,7 +216,7 @@ class Policy(Record):
         return tomli_w.dumps(self.to_dict())
 
     def __repr__(self) -> str:
-        return f"Policy(preset={self.preset!r}, {len(self.rules)} rules)"
+        return f"Policy(preset={self.preset!r}, {times(len(self.rules), 'rule')})"
 
     def __str__(self) -> str:
         return self.to_toml()

@@ -24,6 +24,7 @@ from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
 from keras_nanguard._report.console import Kind
@@ -239,7 +240,7 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
     found = [_card(run, kind) for kind in kept]
     if others:
         together = Kind(*([one for part in parts for one in part] for parts in zip(*others)))
-        title = f"{len(others)} more kinds of incidents; this is the first of them"
+        title = f"{times(len(others), 'more kind')} of incidents; this is the first of them"
         found.append(replace(_card(run, together), title=title))
     return found
 

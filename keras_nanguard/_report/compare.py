@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._report import console, html
 from keras_nanguard._report.shown import ShownRun
 
@@ -49,13 +50,14 @@ def common(runs: Sequence[ShownRun]) -> list[str]:
     """Return sentences about the common properties of failed runs, and their differences from the
     others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
-    found = [f"{len(bad)} of {len(runs)} runs had incidents."]
+    found = [f"{len(bad)} of {times(len(runs), 'run')} had incidents."]
     for why, n in Counter(why for run in bad for why in run.causes).most_common(_MAX_CAUSES):
         if n > 1 or len(bad) == 1:
             steps = ([i.step + 1 for i in run.incidents if console.why(i) == why] for run in bad)
             firsts = [of_run[0] for of_run in steps if of_run]
-            between = f"between step {min(firsts)} and step {max(firsts)}"
-            found.append(f"{why}: in {n} of them, first {between}.")
+            low, high = min(firsts), max(firsts)
+            when = f"at step {low}" if low == high else f"between step {low} and step {high}"
+            found.append(f"{why}: in {n} of them, first {when}.")
     rates = [[rate for run in group if (rate := _rate(run)) is not None] for group in (bad, good)]
     if all(rates):
         theirs, others = rates
@@ -84,7 +86,8 @@ def text(runs: Sequence[ShownRun]) -> str:
         steps = f"{shown['steps']} steps" if shown["steps"] else "steps unknown"
         happened = "no incident"
         if shown["incidents"]:
-            happened = "{incidents} incidents, the first at {first}: {causes}".format_map(shown)
+            counted = times(shown["incidents"], "incident")
+            happened = f"{counted} (first: {shown['first']}): {shown['causes']}"
         lines.append(f"{run.name}: {' '.join(filter(None, (shown['status'], steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
@@ -92,5 +95,5 @@ def text(runs: Sequence[ShownRun]) -> str:
 def page(runs: Sequence[ShownRun]) -> str:
     """Return the comparison as one HTML file."""
     rows = [row(run) | {"spark": _spark(run)} for run in runs]
-    title = f"{len(runs)} runs"
+    title = times(len(runs), "run")
     return html.rendered("compare.html", {}, title=title, sentences=common(runs), rows=rows)

@@ -237,8 +237,8 @@ def _times(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
-    """Return the map of layers for the script, and its rows: path, measured column, and first,
-    largest and last value."""
+    """Return the map of layers for the script, and its rows: path, measured column, and first
+    and last value."""
     found: list[dict[str, Any]] = []
     rows = []
     for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:

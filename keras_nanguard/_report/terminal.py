@@ -55,7 +55,7 @@ def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
         cells = (_fitted(console.printable(text), cell) for text in words)
         found.add_row(str(len(kind.incidents)), *map(Text, cells))
     if len(groups) > MAX_ROWS:
-        found.caption = Text(f"and {len(groups) - MAX_ROWS} more kinds of incidents")
+        found.caption = Text(f"and {times(len(groups) - MAX_ROWS, 'more kind')} of incidents")
     return found
 
 
@@ -187,9 +187,9 @@ def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
         ("remaining budgets of the policy", limits),
     )
     shown = [
-        Panel(table, title=title, title_align="left")
-        for title, table in panels
-        if not isinstance(table, Table) or table.row_count
+        Panel(content, title=title, title_align="left")
+        for title, content in panels
+        if not isinstance(content, Table) or content.row_count
     ]
     return Group(_head(run), *shown)
 
@@ -217,26 +217,27 @@ def _head(run: ShownRun) -> Text:
 def _incidents(incidents: Sequence[Incident]) -> Any:
     if not incidents:
         return _text("none", "green")
-    table = Table.grid(padding=(0, 2))
+    rows = Table.grid(padding=(0, 2))
     for kind in console.kinds(incidents)[:_MAX_KINDS]:
         last = kind.incidents[-1]
         skipped = last.refused and last.decision is not None  # without one the step has raised
         done = ", ".join(last.changes) or ("skipped" if skipped else "reported")
-        cells = (f"{len(kind.incidents)} x", str(kind), f"last at {last.moment}", done)
-        table.add_row(*map(_text, cells))
+        cells = (f"{len(kind.incidents)} x", str(kind), f"last: {last.moment}", done)
+        rows.add_row(*map(_text, cells))
     lines = [_text(str(incident), "dim") for incident in incidents[-_MAX_LAST:]]
     for line in lines:
         line.overflow, line.no_wrap = "ellipsis", True
-    return Group(table, Text(""), *lines)
+    return Group(rows, Text(""), *lines)
 
 
 def curve(values: Sequence[float], bars: str = _BARS) -> str:
     """Return a curve as one line of text. Each value becomes a bar whose height shows where it lies
     between the lowest and the highest value.
     """
-    low = min(values, default=0.0)
-    span = max(values, default=0.0) - low
-    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in values)
+    half = [value / 2 for value in values]  # the difference of any two is finite
+    low = min(half, default=0.0)
+    span = max(half, default=0.0) - low
+    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in half)
 
 
 def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
@@ -245,9 +246,9 @@ def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
     for entry in recording.meta.get("budgets") or ():
         try:
             rule, actions = str(entry["rule"]), [str(action) for action in entry["do"]]
-            used, times = int(entry["used"]), int(entry["times"])
+            used, limit = int(entry["used"]), int(entry["times"])
         except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
             continue
         if not console.CHANGING.isdisjoint(actions):
-            found.append((rule, " and ".join(actions), max(times - used, 0), times))
+            found.append((rule, " and ".join(actions), max(limit - used, 0), limit))
     return found

@@ -167,6 +167,12 @@ def test_bad_arguments(arguments, reported):
         inject(arguments.pop("model"), **arguments)
 
 
+def test_numbers_of_numpy():
+    """Steps, rows and counts may be NumPy integers."""
+    fault = inject(build(), site="inputs", step=np.array([5, 2]), count=np.int32(2), rows=np.int64(1), entries=np.int8(3)).fault
+    assert (fault.steps, fault.rows, fault.entries) == ((2, 3, 5, 6), (1,), 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
@@ -226,3 +232,6 @@ def test_corrupt_refuses(bad):
         corrupt(bad)
     with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):
         corrupt(bad, "x")
+    for entries in (0, -1, 1.5):
+        with pytest.raises(GuardError, match=rf"(?s)Expected entries.*Received: entries={entries}"):
+            corrupt(keras.Variable([1.0, 2.0]), entries=entries)

@@ -80,7 +80,7 @@ def test_the_full_document_has_every_field():
     for name in set(FULL) - {"version", "preset", "refuse", "limits", "rules"}:
         assert Policy.load(FULL).to_dict()[name] != default[name], name
     assert [Policy.load(FULL).to_dict()[name] for name in ("limits", "rules")] == [FULL["limits"], FULL["rules"]]
-    assert repr(Policy.load(FULL)) == "Policy(preset='recover', 1 rules)"
+    assert repr(Policy.load(FULL)) == "Policy(preset='recover', 1 rule)"
 
 
 @pytest.mark.parametrize("suffix", TEXTS)

@@ -17,7 +17,7 @@ from support.command_line import main
 from support.recordings import HOSTILE, incidents_of, run_of, synthetic, written
 
 import keras_nanguard
-from keras_nanguard import Diagnosis, Incident, Recording
+from keras_nanguard import Diagnosis, Finding, Incident, Recording
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
@@ -389,7 +389,17 @@ class TestSeveralRuns:
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported
         assert any("x[217]" in line for line in reported)
-        assert compare.common([ShownRun(name="a")]) == ["0 of 1 runs had incidents."]
+        assert compare.common([ShownRun(name="a")]) == ["0 of 1 run had incidents."]
+
+    def test_words_of_a_single_incident(self):
+        """One incident, before the first step or at a step, is said in the singular and at one step."""
+        before = Incident(0, 0, 0, (Finding("state"),), refused=False)
+        said = compare.text([ShownRun([before], name="a"), ShownRun(name="b")])
+        assert "steps unknown, 1 incident (first: before the first step): 1 x nonfinite state" in said
+        seen = [run_of(synthetic(400, 1, seed=seed), name=name) for name, seed in (("a", 0), ("b", 1))]
+        assert any(line.endswith(f"first at step {seen[0].incidents[0].step + 1}.") for line in compare.common(seen))
+        page = html.page(ShownRun([before]))
+        assert "first: before the first step" in " ".join(Elements(page).text)
 
     def test_command(self, tmp_path, capsys):
         for name, count, _ in self.RUNS:

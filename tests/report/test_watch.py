@@ -36,6 +36,12 @@ def test_a_frame():
     assert "none" in text_of(synthetic(900, 0)) and "waiting" in text_of(Recording())
 
 
+def test_a_curve_of_the_whole_range_of_floats():
+    """A range wider than the largest float64."""
+    assert terminal.curve([-1.7e308, 0.0, 1.7e308], " 12345678") == "158"
+    assert terminal.curve([2.0, 2.0], " 12345678") == "11"
+
+
 def test_a_run_that_may_have_died():
     recording = synthetic(900, 0)
     for seconds, dead in ((120.5, True), (30, False)):

@@ -43,6 +43,7 @@ def test_findings():
     assert str(Finding("validation", path="loss", value=float("nan"))) == "validation of loss: NaN"
     assert str(Finding("validation", path="loss", value=float("-inf"))) == "validation of loss: Inf"
     assert str(Finding("inputs", path="x", nan=3, inf=0, size=9)) == "inputs x: 3 NaN of 9"
+    assert str(Finding("gradients", path="d/k", nan=2, inf=1)) == "gradients of d/k: NaN and Inf"
 
 
 @pytest.mark.parametrize(
