@@ -349,7 +349,7 @@ class NanGuard(keras.callbacks.Callback):
     # Loops without `fit`
 
     @contextlib.contextmanager
-    def watch(self, model: Any, *optimizers: Any) -> Iterator[Session]:
+    def watch(self, model: Any, *optimizers: Any) -> Iterator[None]:
         """Return a context in which the steps that `step` returns are guarded.
 
         Args:
@@ -387,7 +387,7 @@ class NanGuard(keras.callbacks.Callback):
         resumed, self._watching = self._resumed_from(), True
         try:
             with loop.watching(self.session, self._log.reporter, resumed):
-                yield self.session
+                yield
         finally:
             self._watching = False
 

@@ -118,19 +118,18 @@ class NanGuardModel(keras.Model):
             self.__class__ = self._of_tensors
         super().__init__(*args, **kwargs)
         if guard is not None:
-            overrides.set_instance(self, "_nanguard", guard)
-            overrides.set_instance(self, "_nanguard_made_of", None)
+            overrides.set_instance(self, "_nanguard", (guard, None))
 
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
-        own, wanted = self.__dict__, (self.nanguard_policy, self.nanguard_verbose)
-        guard, made_of = own.get("_nanguard"), own.get("_nanguard_made_of")
+        wanted = (self.nanguard_policy, self.nanguard_verbose)
+        guard: NanGuard | None
+        guard, made_of = self.__dict__.get("_nanguard", (None, None))
         # loading a model reads this property before the policy can be set
         if guard is None or (guard.session is None and made_of not in (None, wanted)):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
-            overrides.set_instance(self, "_nanguard", guard)
-            overrides.set_instance(self, "_nanguard_made_of", wanted)
+            overrides.set_instance(self, "_nanguard", (guard, wanted))
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from support.programs import PROGRAMS
 from keras_nanguard import NanGuard, Policy
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.rates import Rate
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.rollback import Replay
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Counts, Rerun
@@ -192,7 +193,7 @@ def test_rates_of_the_groups_of_torch():
 def watched(model, optimizer, plain, tries, state=None):
     """Run twenty guarded steps, with a trial after the eleventh if `tries`; return the state."""
     guard = NanGuard(verbose=0)
-    with guard.watch(model, optimizer) as session:
+    with guard.watch(model, optimizer):
         step = guard.step(plain)
         for number in range(20):
             rows = slice(8 * number, 8 * number + 8)
@@ -202,7 +203,7 @@ def watched(model, optimizer, plain, tries, state=None):
             else:
                 _, state = step(state, *batch)
             if number == 10 and tries:
-                assert tried(session) is not None
+                assert tried(guard.session) is not None
     return state
 
 
@@ -314,7 +315,7 @@ def replayed(stops_at):
         policy=Policy.load("recover"),
         counts=counts,
         step=5,
-        recovery=SimpleNamespace(return_to=lambda committed: None),
+        recovery=Recovery(),
         stopped=False,
         plan=lambda task, step: None,
         train_state=lambda: SimpleNamespace(metrics=()),

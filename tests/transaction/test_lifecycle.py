@@ -236,7 +236,8 @@ def test_results_in_the_middle_of_an_evaluation():
 def test_results_in_the_middle_of_a_loop():
     """The loop goes on with its session. A fit with its guard is refused."""
     model, data, guard = zoo.plain(), zoo.regression(batches=2), NanGuard(verbose=0)
-    with guard.watch(model) as session:
+    with guard.watch(model):
+        session = guard.session
         model.evaluate(data.x, data.y, verbose=0, callbacks=[guard])
         assert guard.session is session
         with pytest.raises(GuardInUseError, match="Create a separate NanGuard"):

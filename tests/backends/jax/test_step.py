@@ -484,13 +484,13 @@ def test_loop_remembers_its_batches_in_one_buffer():
     loop, guard, found = Loop(), NanGuard(verbose=0), []
     inputs, targets = (np.empty_like(part) for part in batches()[0])
     state = loop.state
-    with guard.watch(loop.model, loop.optimizer) as session:
+    with guard.watch(loop.model, loop.optimizer):
         step = guard.step(jax.jit(loop.step))
         for x, y in batches((7,)):
             inputs[:], targets[:] = x, y
             _, state = step(state, inputs, targets)
             if guard.refused:
-                found.append(session.run.recent.last(100))
+                found.append(guard.session.run.recent.last(100))
     assert len(found[0]) == 7
     for (x, y), ((known_x, known_y), _) in zip(batches(), found[0]):
         np.testing.assert_array_equal(x, known_x)
@@ -518,8 +518,8 @@ def test_loop_rolls_back():
 def test_loop_that_is_compiled_again():
     """A step that is compiled again keeps the facts of the previous one."""
     loop, guard = Loop(), NanGuard(verbose=0)
-    with guard.watch(loop.model, loop.optimizer) as session:
-        step, state = guard.step(jax.jit(loop.step)), loop.state
+    with guard.watch(loop.model, loop.optimizer):
+        step, state, session = guard.step(jax.jit(loop.step)), loop.state, guard.session
         for batch in batches((4,)):
             _, state = step(state, *batch)
             before = session.run.access.transaction
