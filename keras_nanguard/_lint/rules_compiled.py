@@ -195,7 +195,7 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Site]:
 def loss_scaling_missing(subject: Subject) -> Iterator[Site]:
     """float16 without loss scaling."""
     optimizer, layers = subject.optimizer, [placed.layer for placed in subject.layers]
-    if subject.scaler is None or subject.scaler is not optimizer:
+    if subject.outermost is None or subject.outermost is not optimizer:
         return
     half = any(
         layer.weights and getattr(layer, "compute_dtype", "") == "float16" for layer in layers
@@ -210,7 +210,7 @@ def loss_scaling_missing(subject: Subject) -> Iterator[Site]:
 )
 def loss_scaled_twice(subject: Subject) -> Iterator[Site]:
     """Loss scaled twice."""
-    inner, wrapped = subject.optimizer, subject.scaler is not subject.optimizer
+    inner, wrapped = subject.optimizer, subject.outermost is not subject.optimizer
     if wrapped and (getattr(inner, "loss_scale_factor", None) or hasattr(inner, "inner_optimizer")):
         detail = "LossScaleOptimizer wraps an optimizer that scales the loss itself"
         yield type(inner).__name__, detail

@@ -166,7 +166,7 @@ def unbounded_recurrence(placed: Placed) -> str:
 
 
 @rule("warning", fix="Use GlorotUniform (the default), or HeNormal before relu.", each="layers")
-def initialiser_variance(placed: Placed) -> str:
+def initializer_variance(placed: Placed) -> str:
     """Initializer variance far from 1 / fan."""
     # The variance of a layer's output is that of its input times fan-in times that of the kernel
     # (Glorot and Bengio, 2010; He et al., 2015).

@@ -100,7 +100,7 @@ class Subject:
         return tuple(found.values())
 
     @cached_property
-    def scaler(self) -> Any:
+    def outermost(self) -> Any:
         """The optimizer that the model was compiled with, or `None`."""
         compiled = getattr(self.model, "compiled", False)
         return getattr(self.model, "optimizer", None) if compiled else None
@@ -109,7 +109,7 @@ class Subject:
     def optimizer(self) -> Any:
         """The optimizer that updates the weights (the inner one of a `LossScaleOptimizer`), or
         `None`."""
-        return inner(self.scaler)
+        return inner(self.outermost)
 
     @cached_property
     def operations(self) -> tuple[Placed, ...]:
@@ -127,7 +127,7 @@ class Subject:
         if not graph_operations(self.model):
             return ()
         tensors, names = self.model.outputs, output_names(self.model)
-        compiled = self.scaler is not None
+        compiled = self.outermost is not None
         losses = _per_output(getattr(self.model, "loss", None) if compiled else None, names)
         metrics = _per_output(given_metrics(self.model), names)
         found = []

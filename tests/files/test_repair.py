@@ -490,7 +490,7 @@ def test_a_live_model_is_repaired_from_another(nested, task):
         repair(bad, "out.keras")
 
 
-def test_bad_weights_of_a_live_model_are_drawn_by_their_initialiser(nested):
+def test_bad_weights_of_a_live_model_are_drawn_by_their_initializer(nested):
     """`weights="initial"` redraws the bad entries and keeps the others."""
     model = nested()
     kernel = model.get_layer("head").kernel
@@ -557,15 +557,15 @@ def test_statistics_of_a_live_model_start_as_in_a_file(keras):
         np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
-INITIALISERS = ("RandomNormal", "RandomUniform", "TruncatedNormal", "LecunUniform", "LecunNormal")
-INITIALISERS += ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal")
+INITIALIZERS = ("RandomNormal", "RandomUniform", "TruncatedNormal", "LecunUniform", "LecunNormal")
+INITIALIZERS += ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal")
 _SCALED = {"scale": 3.0, "mode": "fan_out"}
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     (
-        *((name, {}) for name in INITIALISERS),
+        *((name, {}) for name in INITIALIZERS),
         ("VarianceScaling", _SCALED | {"distribution": "untruncated_normal"}),
         ("VarianceScaling", _SCALED | {"distribution": "truncated_normal"}),
         ("VarianceScaling", _SCALED | {"distribution": "uniform"}),
