@@ -161,6 +161,8 @@ class Incidents:
         args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
         findings = self._findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
+        if "learning_rate" in detected.values:
+            run.recording.refused_rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
         self._after_refusal(incident, step, args, state)
 
@@ -275,8 +277,6 @@ class Incidents:
             rate = keras_optimizers.rate_if_known(read, optimizer)
             if rate is not None:
                 measured["learning_rate"] = rate
-                if refused:
-                    self._run.recorder.rate(rate)
         if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):
             measured["loss_scale"] = verdict.scale
         replicas = report.replicas if report else ()

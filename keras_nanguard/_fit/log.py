@@ -135,7 +135,7 @@ def _details(directory: str | None) -> str:
 
 
 class RunRecording:
-    """Records the events of one run.
+    """Records one run.
 
     Args:
         recorder: stores them.
@@ -143,6 +143,9 @@ class RunRecording:
         recovery: the changes of the policy.
         policy: the policy.
         train_state: returns the train state, whose variables have the current values.
+
+    Attributes:
+        push: records the measurements of one step; see `Recorder.push`.
     """
 
     def __init__(
@@ -153,7 +156,8 @@ class RunRecording:
         policy: Policy,
         train_state: Callable[[], TrainState],
     ):
-        self._recorder, self._counts, self._recovery = recorder, counts, recovery
+        self._recorder, self.push = recorder, recorder.push
+        self._counts, self._recovery = counts, recovery
         self._policy, self._train_state = policy, train_state
         self._factor = 1.0  # the last recorded factor of the guard on learning rates
 
@@ -181,10 +185,49 @@ class RunRecording:
         )
         self._factor = self._recovery.rate_factor
 
+    def plan(self, epochs: int | None, steps: int | None) -> None:
+        """Record how many epochs the fit has, and how many steps each of them, if that is known."""
+        self._recorder.note(epochs=epochs, steps_per_epoch=steps)
+
+    def end(self, finished: bool) -> None:
+        """End the recording of the fit."""
+        status = "finished" if finished else "failed"
+        self._recorder.end(status, self._counts.step, self._counts.epoch)
+
+    def problem(self) -> str:
+        """Return once which file is not written, and why; `""` if all files are written."""
+        return self._recorder.problem()
+
+    # Steps and events
+
+    def place(self) -> None:
+        """Record the epoch of the steps from the current one on."""
+        counts = self._counts
+        self._recorder.place(counts.step, counts.epoch, counts.epoch_start)
+
     def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
         """Record the current step, with its verdict."""
         measured = (verdict.loss, verdict.gradients, verdict.scale)
-        self._recorder.push(self._counts.step, *measured, status)
+        self.push(self._counts.step, *measured, status)
+
+    def undo(self, step: int, again: Collection[int], text: str, data: Any) -> None:
+        """Record a rollback: the steps from this one on are undone, and some of them run again."""
+        self._recorder.undo(step, again)
+        self.event("rollback", text, data)
+
+    def layers(self, variables: Sequence[tuple[str, str]], values: Any) -> None:
+        """Record the measurements of the layers after the last step; see `Recorder.layers`."""
+        self._recorder.layers(self._counts.step - 1, variables, values)
+
+    def epoch(self, epoch: int, logs: Any) -> None:
+        """Record the end of an epoch, with its logs."""
+        counts = self._counts
+        data = {"logs": logs, "refused": counts.epoch_refused}
+        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
+
+    def epoch_means(self) -> tuple[float, float]:
+        """Return mean gradient norm and last loss scale of the epoch, as `Recorder` does."""
+        return self._recorder.epoch_means(self._counts.epoch)
 
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
@@ -197,6 +240,15 @@ class RunRecording:
         self.factor("; ".join(lowered))
 
     # Learning rates
+
+    @property
+    def wants_rate(self) -> bool:
+        """Whether it is time to read the learning rate again."""
+        return self._recorder.wants_rate
+
+    def refused_rate(self, rate: float) -> None:
+        """Record the learning rate of the last step, which was refused."""
+        self._recorder.rate(rate)
 
     def rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one

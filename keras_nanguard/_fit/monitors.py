@@ -151,7 +151,7 @@ class LayerLooks:
                 variables.append((str(variable.path), "statistics"))
                 values.append((float(value.min()), float(value.max())))
         measured = np.array(values).reshape(-1, 2)
-        run.recorder.layers(run.step - 1, tuple(variables), measured)
+        run.recording.layers(tuple(variables), measured)
 
 
 # Finite faults

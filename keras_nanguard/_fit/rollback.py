@@ -197,10 +197,9 @@ class ActionContext:
         run.history.undo(step)
         batches = enumerate(rerun.batches, step) if rerun is not None else ()
         again = frozenset(number for number, args in batches if args is not None)
-        run.recorder.undo(step, again)
         data = {"to": step, "undone": undone, "run_again": len(again)}
         then = f"; {len(again)} steps replayed" if again else ""
-        run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+        run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
         return undone
 
     def _committed_since(self, snapshot: Snapshot) -> int:

@@ -148,7 +148,7 @@ class Run:
         state_check: finds bad variables in the train state.
         counts: the counters.
         recovery: the changes of the policy.
-        recording: what is recorded of the run, besides the steps.
+        recording: records the run.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.
@@ -174,7 +174,7 @@ class Run:
         say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.recorder, self.functions, self.say = recorder, functions, say
+        self.functions, self.say = functions, say
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.access = StateAccess()

@@ -92,7 +92,7 @@ class Session:
         for _ in range(batches):
             next(iterator)
             counts.skip_batch()
-        self.run.recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        self.run.recording.place()
         return True
 
     def before(self, written: bool = True) -> None:
@@ -132,7 +132,7 @@ class Session:
         """Begin counting an epoch. The learning rate is recorded after the next step."""
         run, step = self.run, self.run.step
         run.counts.begin_epoch(epoch)
-        run.recorder.place(step, epoch, step)
+        run.recording.place()
         self.tasks.begin_epoch(step)
 
     def begin_early(self) -> None:
@@ -215,7 +215,7 @@ class Session:
             if run.replacements > replacements or run.stopped:  # later steps ran on another state
                 counts.refuse(end - counts.step)
                 for refused in range(counts.step, end):
-                    run.recorder.push(refused, nan, nan, nan, REFUSED)
+                    run.recording.push(refused, nan, nan, nan, REFUSED)
                 break
             if verdict.halted:
                 counts.refuse()
@@ -250,7 +250,7 @@ class Session:
         counts.commit()
         updated = verdict.weights + verdict.slots
         run.history.push(step, loss, gradients, scale, verdict.statistics, updated)
-        run.recorder.push(step, loss, gradients, scale)
+        run.recording.push(step, loss, gradients, scale)
         run.recent.push(step, run.access.transaction.given)
         if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
             run.plan("checks", step + 1)
@@ -309,7 +309,7 @@ class Session:
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.run.recorder.problem():
+        if problem := self.run.recording.problem():
             self.run.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
@@ -317,7 +317,7 @@ class Session:
         run = self.run
         with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
             closing.callback(self.say_problem)
-            closing.callback(self._end_recording)
+            closing.callback(run.recording.end, self.finished)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
             closing.callback(self.tasks.layer_looks.release)
@@ -325,7 +325,3 @@ class Session:
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
                 self.incidents.report(incident_of(run, run.agreement.pick_up()))
-
-    def _end_recording(self) -> None:
-        status, run = "finished" if self.finished else "failed", self.run
-        run.recorder.end(status, run.step, run.counts.epoch)
