@@ -47,7 +47,8 @@ def policy_as(suffix: str, text: Callable[[Any], str]) -> Callable[[Recipe, Path
 
 def look_policy(path: Path) -> None:
     """Read, print, and read the printed policy again."""
-    from keras_nanguard._policy.policy import Policy, warnings_about
+    from keras_nanguard._policy.policy import Policy
+    from keras_nanguard._policy.warnings import warnings_about
 
     policy = Policy.load(path)
     text = policy.to_toml()

@@ -29,7 +29,8 @@ from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras.fitting import current_callback_list, evaluates, outside
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.policy import Policy, Sections, warnings_about
+from keras_nanguard._policy.policy import Policy, Sections
+from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import console, files
 from keras_nanguard._report.figure import curves
@@ -269,7 +270,7 @@ class NanGuard(keras.callbacks.Callback):
             state = TrainState.of(model, self.session.run.optimizers)
             paths = tuple(str(variable.path) for _, variable in checked(state))
         name = str(getattr(model, "name", "")) or type(model).__name__
-        for line in warnings_about(self.policy, name, paths, self):
+        for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
             self._log.reporter.once(f"NanGuard: {line}")
 
     # Resuming: the state is chosen after all callbacks have restored theirs

@@ -205,7 +205,8 @@ def check_policy(given: argparse.Namespace) -> int:
     Problems and warnings are findings, a missing file is misuse.
     """
     from keras_nanguard._core.errors import PolicyError
-    from keras_nanguard._policy.policy import Policy, warnings_about
+    from keras_nanguard._policy.policy import Policy
+    from keras_nanguard._policy.warnings import warnings_about
 
     document: dict[str, Any] = {"format": CHECKED_POLICY, "valid": True, "problems": []}
     try:

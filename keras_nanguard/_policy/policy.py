@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
@@ -16,7 +15,7 @@ from typing_extensions import Unpack
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.plain_values import check_depth, times
-from keras_nanguard._policy.actions import Action, Call, Items, LowerLr, Rollback, Skip, Stop
+from keras_nanguard._policy.actions import Action, Items, LowerLr, Rollback, Skip, Stop
 from keras_nanguard._policy.documents import MAX_DEPTH, SUFFIXES, parsed, read
 from keras_nanguard._policy.records import (
     Record,
@@ -63,9 +62,6 @@ class Sections(TypedDict, total=False):
     limits: Any
     rules: Any
 
-
-BETWEEN_STEPS = frozenset({"divergence", "spike", "stuck"})
-"""Kinds that checks find between two steps, at intervals."""
 
 RESULT_SITES = ("validation", "predictions")
 """The sites of results: those of `evaluate` and `predict` during training. They have no steps."""
@@ -287,68 +283,3 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a policy file, which editors use for completion."""
     schema = Policy.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-# What in a valid policy has no effect
-
-
-def warnings_about(
-    policy: Policy, model: str = "", paths: Collection[str] | None = None, guard: Any = None
-) -> tuple[str, ...]:
-    """Return a sentence for each rule that never acts, and for each action that cannot be done.
-
-    Args:
-        policy: the policy.
-        model: name of the model or of its file.
-        paths: Keras paths of its variables; `None` if there is no model to compare with.
-        guard: the guard, whose directory, functions and diagnoses an action or a rule may need;
-            `None` if there is none.
-    """
-    found = [*_never_reached(policy)]
-    found += _match_nothing(policy, model, paths) if paths is not None else ()
-    found += _lack_something(policy, guard) if guard is not None else ()
-    return tuple(found)
-
-
-def _never_reached(policy: Policy) -> Iterator[str]:
-    bound = policy.max_consecutive_refused if policy.refuse else math.inf
-    results = {*RESULT_SITES}
-    for rule in policy.rules:
-        kinds, after = {*rule.kind}, f"Rule {rule.name!r} never acts{{}}: after = {rule.after}, but"
-        if rule.after > 1 and kinds and kinds <= BETWEEN_STEPS:
-            yield f"{after.format('')} no two steps in a row have {' or '.join(sorted(kinds))}."
-        elif rule.after >= bound and "out_of_range" not in kinds and results.isdisjoint(rule.site):
-            where = "" if rule.site else " on bad steps"
-            yield f"{after.format(where)} training ends at max_consecutive_refused = {bound}."
-
-
-def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterator[str]:
-    globs = [(f"Rule {rule.name!r}", glob) for rule in policy.rules for glob in rule.layer]
-    globs += [(f"limits[{n}]", glob) for n, one in enumerate(policy.limits) for glob in one.layer]
-    parts = {part for path in paths for part in path.split("/")}
-    for owner, glob in globs:
-        if not any(matches_path(path, glob) for path in paths):
-            meant = nearest(glob.strip("*"), parts)
-            hint = f" (did you mean {safe_repr(meant)}?)" if meant else ""
-            yield (
-                f"{owner} never acts: nothing in the model {safe_repr(model)} matches the "
-                f"glob {safe_repr(glob)}{hint}."
-            )
-
-
-def _lack_something(policy: Policy, guard: Any) -> Iterator[str]:
-    stages = [("escalation", stage) for stage in policy.escalation]
-    stages += [(f"rule {rule.name!r}", rule.do) for rule in policy.rules]
-    stages.append(("divergence.action", policy.divergence.action))
-    stages.append(("loss_scale.action", policy.loss_scale.action))
-    for place, actions in stages:
-        for action in actions:
-            if isinstance(action, Call) and action.function not in guard.functions:
-                known = ", ".join(sorted(guard.functions)) or "none"
-                yield (
-                    f"call in {place} does nothing: no function is registered as "
-                    f"{action.function!r} (registered: {known})."
-                )
-    for rule in policy.rules:
-        if rule.cause and not guard.diagnose:
-            yield f"Rule {rule.name!r} never acts: it needs a cause, and diagnose=False finds none."

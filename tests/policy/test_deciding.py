@@ -1,15 +1,13 @@
 """What a policy decides: custom rules, the bounds of the engine, and the guarantees of the presets."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given, strategies as st
 
 from keras_nanguard import Diagnosis, Finding, Incident, Outcome, Policy
 from keras_nanguard._core.literals import CAUSES, KINDS, SITES
 from keras_nanguard._policy.decide import BAD_DATA, RATE_CURES, PolicyState, decide
-from keras_nanguard._policy.policy import warnings_about
 from keras_nanguard._policy.settings import matches_path
+from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard.actions import ACTIONS
 
 BOUND = 12
@@ -356,9 +354,9 @@ def test_globs_causes_and_calls_without_effect_give_a_warning():
         said = f"does nothing: no function is registered as 'page' (registered: {registered})."
         expected = [f"call in {place} {said}" for place in ("escalation", "rule 'b'", "divergence.action", "loss_scale.action")]
         expected = expected if registered else []
-        assert warnings_about(policy, guard=SimpleNamespace(functions=functions, diagnose=True)) == (*expected,)
+        assert warnings_about(policy, functions=functions) == (*expected,)
         expected.append("Rule 'b' never acts: it needs a cause, and diagnose=False finds none.")
-        assert warnings_about(policy, guard=SimpleNamespace(functions=functions, diagnose=False)) == (*expected,)
+        assert warnings_about(policy, functions=functions, diagnose=False) == (*expected,)
 
 
 # The presets
