@@ -290,7 +290,7 @@ class NanGuard(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, unless the `CallbackList` has begun it already."""
         if self._attached is not None and not self._attached.fit.known:
-            self._attached.begin_epoch(epoch)
+            self._attached.session.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the skipped steps of the epoch, and record it."""

@@ -105,17 +105,6 @@ class Attached:
         """Start the fit from a snapshot, if there is one."""
         self.session.start.begin(resumed, self._plan.get("epochs"))
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch before other callbacks do, and restore the state to resume from, if its
-        variables exist.
-
-        A snapshot between two epochs has the rate of the earlier one, and other callbacks may set
-        that of the next.
-        """
-        self.session.begin_epoch(epoch)
-        if self.session.start.begin_epoch(epoch):
-            self.session.begin_early()
-
     @contextlib.contextmanager
     def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
         yield
@@ -123,7 +112,7 @@ class Attached:
 
     @contextlib.contextmanager
     def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        self.begin_epoch(epoch)
+        self.session.begin_epoch(epoch)
         yield
 
     @contextlib.contextmanager

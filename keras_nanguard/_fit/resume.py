@@ -118,11 +118,16 @@ class Resumed:
 
 
 class Start:
-    """How a run starts: from the current state, or from a snapshot.
+    """How a run starts: from the current state, or from a snapshot, in this order:
 
-    In `on_train_begin` other callbacks, such as `BackupAndRestore`, may restore a later state, so
-    the choice is made after them. The snapshot is restored as soon as its variables exist: at the
-    start of the epoch, before the first step, or immediately if no step will run.
+        begin            in `on_train_begin`: a snapshot was found. It is restored now if no step
+                         will run.
+        settle           after `on_train_begin` of all callbacks, because another one, such as
+                         `BackupAndRestore`, may have restored a later state: the choice
+        before_epoch     before `on_epoch_begin` of all callbacks, if a state is still to be
+                         restored: now, if its variables exist
+        restore          else before the first step
+        restore_at_once  in `on_train_end`, if there was no step
 
     Args:
         run: the run, which has not begun.
@@ -162,8 +167,8 @@ class Start:
             if resuming.leaves_nothing_of(self._epochs):
                 self.restore_at_once()
 
-    def begin_epoch(self, epoch: int) -> bool:
-        """Begin an epoch; return whether a state can be restored before it."""
+    def before_epoch(self, epoch: int) -> bool:
+        """Place the steps of an epoch to resume; return whether its state can be restored now."""
         self.settle(epoch)
         if self.resuming is None:
             return False

@@ -129,18 +129,20 @@ class Session:
         self._deferred = deferred
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin counting an epoch. The learning rate is recorded after the next step."""
-        run, step = self.run, self.run.step
+        """Begin an epoch before other callbacks do. The learning rate is recorded after its first
+        step.
+
+        A state to resume from is restored now, if its variables exist: a snapshot between two
+        epochs has the rate of the earlier one, and other callbacks may set that of the next. What
+        the data and other callbacks then draw does not change the random numbers of the first step.
+        """
+        run = self.run
         run.counts.begin_epoch(epoch)
         run.recording.place()
-        self.tasks.begin_epoch(step)
-
-    def begin_early(self) -> None:
-        """Begin before the first step of an epoch. What is drawn until then, by the data and other
-        callbacks, does not change the random numbers of the step.
-        """
-        self.before()
-        self._generators = current.host().generator_state()
+        self.tasks.begin_epoch(run.step)
+        if self.start.before_epoch(epoch):
+            self.before()
+            self._generators = current.host().generator_state()
 
     def _begin(self) -> None:
         """Check the state before the first step: keep a snapshot, or raise an incident."""
