@@ -102,6 +102,49 @@ class Explained(NamedTuple):
     poles: Unusable
 
 
+class AfterRefusal:
+    """What a refused step changes for the next one: the random numbers, or the batches to replay.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._unexplained: int | None = None  # the last step refused with a finite batch
+        # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
+        # as long as they are the same, the state is still bad, for any batch.
+        self._diverged: tuple[int, int] | None = None
+
+    def prepare(self, incident: Incident, step: int, args: Any, state: tuple[int, int]) -> None:
+        """Prepare for the next step after the incident of a refused one: without the random numbers
+        or the batch that are to blame.
+
+        Args:
+            incident: the incident.
+            step: the step.
+            args: its arguments, `None` if they are gone.
+            state: the numbers of committed steps and rollbacks before the incident.
+        """
+        run, back = self._run, "rollback" in incident.changes
+        if not is_of_data(incident) or incident.bad_at_start:
+            again = step - 1 == self._unexplained
+            # A rollback has advanced the random generators, or restored them to replay steps.
+            if not back and (again or self._is_bad_by_noise(args)):
+                run.advance_generators()  # else the next step draws the same noise once more
+            self._unexplained = step
+        if incident.diverged:
+            self._diverged = state
+        elif not back and (is_of_data(incident) or self._diverged != state):
+            run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
+
+    def _is_bad_by_noise(self, args: Any) -> bool:
+        """Whether the random numbers of a refused step made it bad."""
+        if args is None or not keras_variables.seeds(self._run.train_state().other):
+            return False
+        return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
+
+
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
@@ -132,15 +175,11 @@ class Incidents:
     ):
         self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
-        self.replay = Replay(run, self._poles, after)
+        self.replay, self._next = Replay(run, self._poles, after), AfterRefusal(run)
         self._waiting: list[tuple[Incident, Effects]] = []
         # The last bad steps that matter for the next one.
         self._postponed: int | None = None  # has left NaN in the state of this process alone
         self._observed: int | None = None  # was bad under a policy that refuses nothing
-        self._unexplained: int | None = None  # was refused with a finite batch
-        # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
-        # as long as they are the same, the state is still bad, for any batch.
-        self._diverged: tuple[int, int] | None = None
 
     # Detect
 
@@ -148,7 +187,8 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, step = self._run, self._run.step
         run.counts.refuse()
-        refusal = self._classify(verdict, report)
+        of_batch = _in_batch(report, run.model)
+        refusal = self._classify(verdict, report, bool(of_batch))
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             self.handle(self._incident(run.scan(), step - 1, verdict))
@@ -159,31 +199,33 @@ class Incidents:
             run.counts.overflow()
             return
         args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
-        findings = self._findings(verdict, report)
+        findings = self._findings(verdict, report, of_batch)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recording.refused_rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
-        self._after_refusal(incident, step, args, state)
+        self._next.prepare(incident, step, args, state)
 
-    def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
+    def _classify(self, verdict: Verdict, report: Report | None, bad_batch: bool) -> Refusal:
         """Count the overflows in a row; return why a step was refused, in any of the processes."""
         run = self._run
         by_previous = report is not None and report.left_by_previous
         by_previous |= self._postponed == run.step - 1
         overflows = bool(run.train_state().scales) and verdict.only_gradients
         streak = run.counts.continue_streak(overflows)
-        ordinary = overflows and not _in_batch(report, run.model)
+        ordinary = overflows and not bad_batch
         ordinary = ordinary and is_ordinary(run, streak, verdict.scale)
         by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
             return "left_by_previous"
         return "incident" if incident else "overflow"
 
-    def _findings(self, verdict: Verdict, report: Report | None) -> list[Finding]:
+    def _findings(
+        self, verdict: Verdict, report: Report | None, of_batch: Sequence[Finding]
+    ) -> list[Finding]:
         """Return the findings of a refused step: in its batch, its state and its loss scale."""
         run, scaling = self._run, self._run.policy.loss_scale
-        of_batch, of_state = _in_batch(report, run.model), run.scan(before=True)
+        of_state = run.scan(before=True)
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
@@ -191,36 +233,6 @@ class Incidents:
         if scaled and scaling.is_too_high(verdict.scale, run.history.scale):
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         return findings
-
-    def _after_refusal(
-        self, incident: Incident, step: int, args: Any, state: tuple[int, int]
-    ) -> None:
-        """Prepare for the next step after the incident of a refused one: without the random numbers
-        or the batch that are to blame.
-
-        Args:
-            incident: the incident.
-            step: the step.
-            args: its arguments, `None` if they are gone.
-            state: the numbers of committed steps and rollbacks before the incident.
-        """
-        run, back = self._run, "rollback" in incident.changes
-        if not is_of_data(incident) or incident.bad_at_start:
-            again = step - 1 == self._unexplained
-            # A rollback has advanced the random generators, or restored them to replay steps.
-            if not back and (again or self._is_bad_by_noise(args)):
-                run.advance_generators()  # else the next step draws the same noise once more
-            self._unexplained = step
-        if incident.diverged:
-            self._diverged = state
-        elif not back and (is_of_data(incident) or self._diverged != state):
-            run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
-
-    def _is_bad_by_noise(self, args: Any) -> bool:
-        """Whether the random numbers of a refused step made it bad."""
-        if args is None or not keras_variables.seeds(self._run.train_state().other):
-            return False
-        return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
 
     def committed_bad_state(self, verdict: Verdict) -> bool:
         """Handle a step after which a sum over the state is bad; return whether an entry is."""
