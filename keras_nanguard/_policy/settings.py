@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._policy.actions import (
+    REPORT,
     Action,
     FixLossScale,
     Item,
@@ -156,9 +157,7 @@ class Rule(Record):
     @property
     def only_reports(self) -> bool:
         """Whether no action changes the run, ends it or is `skip`."""
-        return not any(
-            action.changes or action.terminal or action.name == "skip" for action in self.do
-        )
+        return all(action.phase == REPORT for action in self.do)
 
     def matches(self, incident: Incident) -> bool:
         """Return whether the rule applies to an incident: whether one finding meets every field."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from keras_nanguard._policy.actions import Call
+from keras_nanguard._policy.actions import REPORT, Call
 from keras_nanguard._policy.policy import RESULT_SITES, Policy
 from keras_nanguard._policy.records import nearest, safe_repr
 from keras_nanguard._policy.settings import matches_path
@@ -39,14 +39,18 @@ def warnings_about(
 
 def _never_reached(policy: Policy) -> Iterator[str]:
     bound = policy.max_consecutive_refused if policy.refuse else math.inf
-    results = {*RESULT_SITES}
     for rule in policy.rules:
         kinds, after = {*rule.kind}, f"Rule {rule.name!r} never acts{{}}: after = {rule.after}, but"
+        bounded = "out_of_range" not in kinds and {*RESULT_SITES}.isdisjoint(rule.site)
         if rule.after > 1 and kinds and kinds <= BETWEEN_STEPS:
             yield f"{after.format('')} no two steps in a row have {' or '.join(sorted(kinds))}."
-        elif rule.after >= bound and "out_of_range" not in kinds and results.isdisjoint(rule.site):
+        elif bounded and rule.after >= bound + rule.only_reports:  # it reports at the bound, too
             where = "" if rule.site else " on bad steps"
             yield f"{after.format(where)} training ends at max_consecutive_refused = {bound}."
+        elif not policy.refuse and not rule.only_reports:
+            lost = " and ".join(action.name for action in rule.do if action.phase != REPORT)
+            why = "a policy with refuse = false changes nothing"
+            yield f"Rule {rule.name!r} does not {lost}: {why}."
 
 
 def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterator[str]:

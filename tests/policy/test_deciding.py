@@ -320,8 +320,8 @@ def test_the_engine_keeps_its_guarantees_under_any_policy(policy, events):
 def test_rules_that_never_act_give_a_warning():
     """Results have their own row, which no bound ends; findings between steps are never in a row."""
     warned = {
-        "late": {"after": 12},
-        "loss": {"site": "loss", "after": 12},
+        "late": {"after": 13},
+        "loss": {"site": "loss", "after": 13},
         "spike": {"kind": ["spike", "stuck"], "after": 2},
         "all": {"kind": ["divergence", "spike", "stuck"], "after": 2},
     }
@@ -329,13 +329,29 @@ def test_rules_that_never_act_give_a_warning():
         "results": {"site": "validation", "after": 50},
         "first": {"kind": "spike"},
         "both": {"kind": ["spike", "nonfinite"], "after": 2},
-        "soon": {"after": 11},
+        "soon": {"after": 12},
     }
     tables = [{"name": name, "do": "warn", **table} for name, table in {**warned, **silent}.items()]
     found = warnings_about(Policy.load(rules=tables))
     assert [sentence.split("'")[1] for sentence in found] == [*warned]
-    assert not warnings_about(Policy.load("observe", rules=[{"name": "late", "after": 20, "do": "warn"}])), "no bound ends it"
     assert "on bad steps" in found[0] and "no two steps in a row have spike or stuck" in found[2]
+
+
+@pytest.mark.parametrize("do", ["warn", "clip"])
+@pytest.mark.parametrize("after", [11, 12, 13])
+@pytest.mark.parametrize("preset", ["recover", "observe"])
+def test_a_rule_for_many_bad_steps_gives_a_warning_if_it_never_acts(preset, after, do):
+    """Compared with the decisions about bad steps until training ends."""
+    policy = Policy.load(preset, escalation=["skip"], rules=[{"name": "late", "after": after, "do": do}])
+    state, acted = PolicyState(), False
+    for step in range(50, 70):
+        decision, state = decide(policy, state, bad(step, "inputs", refused=policy.refuse))
+        acted |= "late" in decision.rule
+        if decision.terminal:
+            break
+    assert bool(warnings_about(policy)) is not acted
+    if preset == "observe" and do == "clip":
+        assert warnings_about(policy) == ("Rule 'late' does not clip: a policy with refuse = false changes nothing.",)
 
 
 def test_globs_causes_and_calls_without_effect_give_a_warning():
