@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
@@ -39,7 +39,6 @@ from keras_nanguard._policy.decide import decide, is_of_data
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose.evidence import Evidence
     from keras_nanguard._diagnose.explain_step import Explainer
 
 UPDATED = frozenset({"state", "weights", "slots"})
@@ -84,22 +83,6 @@ Refusal = Literal["left_by_previous", "overflow", "incident"]
 """Why a step was refused: for the state that the step before has left; for an ordinary overflow
 under dynamic loss scaling; for anything else.
 """
-
-
-class Explained(NamedTuple):
-    """An incident without a decision, and what it is about.
-
-    Attributes:
-        incident: the incident, with its diagnosis.
-        report: the report with its batch, `None` if that is the batch of another process.
-        evidence: the evidence for its bundle, `None` if it has no bundle.
-        poles: the poles of learning rate schedules that it is about.
-    """
-
-    incident: Incident
-    report: Report | None
-    evidence: Evidence | None
-    poles: Unusable
 
 
 class AfterRefusal:
@@ -307,10 +290,10 @@ class Incidents:
             report: the stored report of its step, if any.
             restart: the change that helps a run that is proven to have diverged.
         """
-        explained = self._explained(detected, report, self._run.agreement)
-        incident = self._decided(self._stored(explained), report)
+        explained, poles = self._explained(detected, report, self._run.agreement)
+        incident = self._decided(explained, report)
         response = perform(self._run, incident, report, self.replay.rollbacks, restart)
-        incident = self._apply(response, incident, explained.poles)
+        incident = self._apply(response, incident, poles)
         self._publish(incident, response.effects)
         if "raise" in response.ends:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
@@ -318,7 +301,8 @@ class Incidents:
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
-        self._publish(self._stored(self._explained(detected, None, Agreement())), Effects())
+        incident, _ = self._explained(detected, None, Agreement())
+        self._publish(incident, Effects())
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -347,8 +331,10 @@ class Incidents:
 
     def _explained(
         self, detected: Incident, report: Report | None, agreement: Agreement
-    ) -> Explained:
-        """Return an incident with findings and diagnosis as processes agree on them."""
+    ) -> tuple[Incident, Unusable]:
+        """Store the bad rows and the bundle of an incident; return it with findings and diagnosis
+        as processes agree on them, and the poles of schedules that it is about.
+        """
         findings = agreement.findings(detected.findings, report)
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident, own, evidence = detected.with_(findings=ordered), detected.diagnosis, None
@@ -356,15 +342,24 @@ class Incidents:
             own, evidence = self._explain(incident, report)
         diagnosis, ours = agreement.diagnosis(own, detected.sites, report)
         incident = incident.with_(diagnosis=diagnosis)
+        poles = self._poles_of(incident)
+        incident = incident.with_(values=self._known_of(incident, poles))
+        report = report if ours else None  # else its rows are those of another process
+        self._bad_rows.note(incident, report)
+        if self._explain is not None:
+            bundle = self._explain.bundle(incident, report, evidence)
+            incident = incident.with_(bundle=bundle)
+        return incident, poles
+
+    def _known_of(self, incident: Incident, poles: Unusable) -> Mapping[str, float]:
+        """Return the values of an incident, with the onset of a divergence, and the first pole."""
         values = dict(incident.values)
         if incident.diverged:
             values["onset"] = onset(self._run.history.series)
-        poles = self._poles_of(incident)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
-        incident = incident.with_(values=values)
-        return Explained(incident, report if ours else None, evidence, poles)
+        return values
 
     def _poles_of(self, incident: Incident) -> Unusable:
         """Return the poles of schedules that an incident is about.
@@ -377,14 +372,6 @@ class Incidents:
         culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
         highest = MAX_RATE if culprit.endswith("/learning_rate") else inf
         return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
-
-    def _stored(self, explained: Explained) -> Incident:
-        """Store the bad rows and the bundle of an incident; return it with the path of these."""
-        incident, report, evidence, _ = explained
-        self._bad_rows.note(incident, report)
-        if self._explain is None:
-            return incident
-        return incident.with_(bundle=self._explain.bundle(incident, report, evidence))
 
     def _apply(self, response: Response, incident: Incident, poles: Unusable) -> Incident:
         """Apply what the actions of an incident have done; return it with the outcomes."""
