@@ -29,9 +29,6 @@ from keras_nanguard._core.verdict import LayerRow, Verdict
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
-OVERFLOW = 3.4028235e38
-"""Sum of squares of the gradients at which the float32 sum of the transaction is infinite."""
-
 
 @dataclass(frozen=True)
 class ReplayResult:
@@ -237,7 +234,8 @@ def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: boo
                 first = _first_written(train_state, origins)
             elif not first.site and update:
                 first = _updated(found.updates, train_state, origins)
-            first = first if first.site else _exploded(found.gradients)
+            elif not first.site:  # the updates would show what such gradients do
+                first = _exploded(found.gradients)
     except Exception as error:  # noqa: BLE001  an exception of the user's step is evidence
         message = f"{type(error).__name__}: {error}"
         return ReplayResult(error=message, rows=tuple(table.rows))
@@ -347,19 +345,22 @@ def first_bad(
 
 
 def _exploded(gradients: Iterable[tuple[Any, str]]) -> FirstBad:
-    """Return the largest of finite gradients as a bad value if the sum of their squares overflows.
+    """Return the largest of finite gradients as a bad value if the sum of their squares overflows,
+    in float32 unless one has a larger dtype.
 
     If the optimizer squares them, too, its slots are bad, and are reported instead.
     """
-    squares = [(_squares(keras_variables.dense(gradient)), path) for gradient, path in gradients]
-    if sum(square for square, _ in squares) >= OVERFLOW:
+    arrays = [(finiteness.widen(keras_variables.dense(g)), path) for g, path in gradients]
+    squares = [(_squares(array), path) for array, path in arrays]
+    largest = max((np.finfo(array.dtype).max for array, _ in arrays), default=np.inf)
+    if sum(square for square, _ in squares) >= largest:
         return FirstBad("gradients", max(squares)[1])
     return FirstBad()
 
 
 def _squares(array: np.ndarray[Any, Any]) -> float:
     """Return the sum of the squares of all entries, in their own dtype if that is finite."""
-    flat = finiteness.widen(array).ravel()
+    flat = array.ravel()
     with np.errstate(all="ignore"):  # an overflow is expected
         own = float(np.dot(flat, flat))
         return own if math.isfinite(own) else float(np.dot(*[flat.astype(np.float64)] * 2))
