@@ -217,7 +217,9 @@ def _quotient(value: Any) -> tuple[Any, Any, Any, Any] | None:
         return None
     grad, rate = product.inputs
     root, epsilon = divisor.inputs
-    read = root.op.inputs[0].op if root.op.type == "Sqrt" else root.op
+    if root.op.type != "Sqrt":
+        return None
+    read = root.op.inputs[0].op
     scalars = rate.shape.rank == epsilon.shape.rank == 0
     same_shape = grad.shape == root.shape == value.shape
     if read.type != "ReadVariableOp" or not scalars or not same_shape:

@@ -24,12 +24,22 @@ def _adam(amsgrad=False):
     return optimizers.Adam(_warmed_up(), amsgrad=amsgrad, clipvalue=0.1, weight_decay=1e-3)
 
 
+class Shrinks(optimizers.Adam):
+    """Adam, and a quotient of its own that has no square root."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            self.assign_sub(variable, gradient * 0.01 / (variable + 2.0))
+
+
 BY_KERNELS = {
     "Adam": (_adam, {"descend": 2, "divide": 1}),
     "AMSGrad": (lambda: _adam(amsgrad=True), {"descend": 2, "divide": 1}),
     "EMA": (lambda: optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=3), {"descend": 2, "divide": 1}),
     "accumulates": (lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2), {"descend": 2, "divide": 1}),
     "loss scale": (lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 64.0, 5), {"descend": 2, "divide": 1}),
+    "another quotient": (lambda: Shrinks(0.01), {"descend": 2, "divide": 1}),
     "SGD": (lambda: optimizers.SGD(_warmed_up(), clipvalue=0.1), {"descend": 1}),
     "Adamax": (optimizers.Adamax, {"descend": 1}),
     "Nadam": (optimizers.Nadam, {"descend": 2}),
@@ -86,7 +96,7 @@ IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_I
 
 
 @pytest.mark.daily(
-    *("Adam-True", "EMA-False", "loss scale-True", "accumulates-False", "momentum-False")
+    *("Adam-True", "another quotient-False", "EMA-False", "loss scale-True", "accumulates-False", "momentum-False")
 )
 @pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
 def test_the_same_bits(kernels, name, in_turn, set_limit):
