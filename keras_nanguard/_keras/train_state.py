@@ -108,6 +108,11 @@ class TrainState:
         return tuple(v for v in self.statistics if not keras_variables.is_statistic(v))
 
     @property
+    def unjudged(self) -> tuple[Any, ...]:
+        """What a step may write without being judged by it: metrics, loss scales and rates."""
+        return (*self.metrics, *itertools.chain(*self.scales), *self.rates)
+
+    @property
     def restorable(self) -> tuple[Any, ...]:
         """The variables that a rollback restores: the train state without loss scale and rates."""
         return _unique([*self.trainable, *self.other, *self.slots])

@@ -192,3 +192,14 @@ class TestOutsideWrites:
             model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
         assert [i.step for i in guard.incidents if "loss_scale" in i.sites] == [6]
         assert float(model.optimizer.dynamic_scale.numpy()) <= 2.0**16
+
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_a_rate_is_no_statistic(self, eager):
+        """A bad one is found by what it does to the weights, in each mode of each backend."""
+        model, data, guard = zoo.plain(), zoo.regression(batches=8), NanGuard(verbose=0)
+        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=eager)
+        spoil = zoo.Before(lambda model: model.optimizer.learning_rate.assign(np.nan), 3)
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, verbose=0, callbacks=[guard, spoil])
+        found = [finding for incident in guard.incidents for finding in incident.findings]
+        assert "weights" in {finding.site for finding in found}
+        assert not [f for f in found if f.site == "statistics" and "rate" in f.path]

@@ -289,10 +289,7 @@ class StepTrace:
 
     def _statistics(self, changed: set[int]) -> list[int]:
         """Return the indices of written statistics that must be finite."""
-        state = self.train_state
-        scales = (v for pair in state.scales for v in pair)
-        apart = {id(v) for v in (*state.metrics, *state.rates, *scales)}
-        apart |= self.transaction.learned.tolerated
+        apart = set(map(id, self.train_state.unjudged)) | self.transaction.learned.tolerated
         return [
             i
             for i in sorted(changed - self.sites.keys())
@@ -301,10 +298,9 @@ class StepTrace:
 
     def _update_sums(self, new: Sequence[Any]) -> dict[str, Any]:
         """Return the sums over the weights and over the slots of a flat new state."""
-        tolerated = self.transaction.learned.tolerated
-        read = [i for i in sorted(self.sites) if id(self.variables[i]) not in tolerated]
+        pairs = sorted(self.sites.items())
         return {
-            site: reductions.total([new[i] for i in read if self.sites[i] == site], self.dtype)
+            site: reductions.total([new[i] for i, of in pairs if of == site], self.dtype)
             for site in ("weights", "slots")
         }
 

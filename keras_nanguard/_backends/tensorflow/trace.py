@@ -247,9 +247,7 @@ class ReplicaTrace:
         ]
         scales = [scale for _, scale, _ in body.scales]
         scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
-        paths = {
-            id(self.local(v).handle): v.path for v in (*state.other, *state.trainable, *state.rates)
-        }
+        paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
         found = [("outputs", name, tensor) for name, tensor in seen.outputs]
         found += [("gradients", v.path, gradient) for gradient, v in pairs]
         found += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
@@ -259,10 +257,9 @@ class ReplicaTrace:
         return Measured(body, sums, scale, losses, looked_at, updates)
 
     def statistics(self, body: Body) -> list[Any]:
-        """Return what the body has written besides weights, slots and metrics."""
-        state = body.train_state
-        tolerated = self.transaction.learned.tolerated
-        others = self.large_keys(state) | self.keys(state.metrics) | tolerated
+        """Return what the body has written and is judged besides weights and slots."""
+        state, tolerated = body.train_state, self.transaction.learned.tolerated
+        others = self.large_keys(state) | self.keys(state.unjudged) | tolerated
         kept = [variable for key, (variable, _) in body.kept.items() if key not in others]
         return list(filter(reductions.is_inexact, kept))
 

@@ -4,7 +4,6 @@ of its train state by role.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,8 +126,7 @@ class Parts:
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
         self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
-        settings = (*itertools.chain(*train_state.scales), *train_state.rates)
-        self.judged_elsewhere = self.updated.union(map(id, (*metrics, *_of(settings))))
+        self.judged_elsewhere = self.updated.union(map(id, _of(train_state.unjudged)))
         listed = self.updated.union(map(id, self.other))
         natives = map(keras_variables.native, train_state.unlisted)
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
