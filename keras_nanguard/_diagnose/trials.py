@@ -138,7 +138,11 @@ class Case:
             return ""
         if valid is not None and valid.shape == tuple(part.value.shape):
             given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
-            batch = batches.mapped(self.batch, lambda _, v: given if v is part.value else v)
+
+            def corrected(role: str, value: Any) -> Any:
+                return given if role == part.role and value is part.value else value
+
+            batch = batches.mapped(self.batch, corrected)
             if self.again(batch).finite:
                 return "With targets in the range of the loss the same step is finite."
         farthest = max(losses, key=abs, default=0.0)

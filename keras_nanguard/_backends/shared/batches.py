@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -58,11 +59,17 @@ def row_count(args: Any) -> int:
 
 
 def mapped(args: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return the batch with each float or integer tensor replaced by `change(role, tensor)`."""
-    roles = {id(p.value): p.role for p in parts(args)}
-    return keras.tree.map_structure(
-        lambda v: change(roles[id(v)], v) if id(v) in roles else v, args
-    )
+    """Return the batch with each float or integer array replaced by `change(role, array)`; it may
+    have one array in several roles. What replaces a NumPy array is one, too.
+    """
+    places = keras.tree.map_structure(lambda value: SimpleNamespace(value=value), args)
+    roles = {id(at): role for role, _, at in arguments(places) if _has_numbers(at.value)}
+
+    def changed(at: Any) -> Any:
+        value = change(roles[id(at)], at.value) if id(at) in roles else at.value
+        return keras_arrays.as_array(value) if isinstance(at.value, np.ndarray) else value
+
+    return keras.tree.map_structure(changed, places)
 
 
 def without(args: Any, rows: Sequence[int]) -> Any:

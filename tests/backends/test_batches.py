@@ -1,0 +1,29 @@
+"""The arrays of a batch by their roles."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from keras_nanguard._backends.shared import batches
+
+ONE, OTHER = np.ones((2, 3), "float32"), np.zeros((2, 3), "float32")
+
+
+def test_an_array_that_is_passed_twice_has_the_role_of_each_place():
+    """As in an autoencoder, `step(x, x)`."""
+    seen = []
+    changed = batches.mapped(((ONE, ONE), {"mask": ONE}), lambda role, v: seen.append(role) or v)
+    assert sorted(seen) == ["inputs", "inputs", "targets"] and changed == ((ONE, ONE), {"mask": ONE})
+    (data,) = batches.mapped([(ONE, ONE)], lambda role, v: OTHER if role == "targets" else v)
+    assert data[0] is ONE and data[1] is OTHER
+
+
+def test_arrays_and_tensors_stay_what_they_are():
+    """A step that takes arrays receives arrays; strings and gaps are left alone."""
+    tensor = keras.ops.convert_to_tensor(ONE)
+    given = [{"a": ONE, "b": tensor, "c": "text", "d": None}]
+    changed = batches.mapped(given, lambda role, v: keras.ops.multiply(v, 2.0))[0]
+    assert isinstance(changed["a"], np.ndarray) and keras.ops.is_tensor(changed["b"])
+    assert float(changed["a"][0, 0]) == float(changed["b"][0, 0]) == 2.0
+    assert (changed["c"], changed["d"]) == ("text", None)
