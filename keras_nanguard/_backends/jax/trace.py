@@ -43,6 +43,7 @@ class Facts:
         selected: indices at which the new value is the old one if the step is refused.
         sources: of each output, the metric whose result it is, and the number of that result; empty
             in the key, because JAX may keep that for longer than the model lives.
+        owners: of each gradient, the `id` of its optimizer.
         restores_logs: whether every log of a refused step is that of the restored metrics.
         calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
         keeps_undo: whether the updates run at once, so that the verdict includes their results.
@@ -54,6 +55,7 @@ class Facts:
     selected: set[int]
     sources: list[tuple[Any, int] | None]
     restores_logs: bool
+    owners: list[int]
     calls_host: bool = True
     keeps_undo: bool = False
 
@@ -221,8 +223,9 @@ class StepTrace:
             raise GuardError(expected(what, f"{tree}", remedy))
         changed = {i for i, (a, b) in enumerate(zip(new, leaves)) if a is not b}
         statistics = [(self._path(i), new[i]) for i in self._statistics(changed)]
-        pairs = [pair for record in calls.records for pair in record.pairs]
-        gradients = [(v.path, g) for g, v in pairs if reductions.is_inexact(g)]
+        of_each = [(id(one.optimizer), *pair) for one in calls.records for pair in one.pairs]
+        of_each = [entry for entry in of_each if reductions.is_inexact(entry[1])]
+        gradients = [(v.path, g) for _, g, v in of_each]
         sites = {"outputs": calls.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
         losses, sources = calls.losses or transaction.losses(outputs), calls.sources(outputs)
@@ -234,6 +237,7 @@ class StepTrace:
             selected={i for i, array in enumerate(new) if id(array) in calls.selected},
             sources=sources,
             restores_logs=None not in sources,
+            owners=[owner for owner, *_ in of_each],
         )
 
     # The verdict
@@ -317,7 +321,7 @@ class StepTrace:
         """Return the result of the step: the new state if it commits, else the old one."""
         outputs, new = values.outputs, list(values.new)
         if self.transaction.refuse:
-            scales = self._scales_after(verdict)
+            scales = self._scales_after(verdict, facts, counts)
             for i in sorted({*facts.changed, *scales} - facts.selected):
                 old = _like(scales.get(i, self.old[i]), new[i])
                 new[i] = reductions.select(~verdict.refused, new[i], old)
@@ -338,18 +342,24 @@ class StepTrace:
             sums += [verdict.weights, verdict.slots, verdict.scale]
         return verdict.refused | ~reductions.all_finite(sums) | (verdict.scale <= 0)
 
-    def _scales_after(self, verdict: Verdict) -> dict[int, Any]:
-        """Return the values that a refusal writes to loss scales and counters, by index."""
-        after = {}
+    def _scales_after(self, verdict: Verdict, facts: Facts, counts: Any) -> dict[int, Any]:
+        """Return the values that a refusal writes to loss scales and counters, by index: each by
+        the gradients of its own optimizer.
+        """
+        rows, after = [n for n, (of, *_) in enumerate(facts.places) if of == "gradients"], {}
         for optimizer in filter(keras_optimizers.scales_of, self.train_state.optimizers):
             scale, counter = (self.index.get(id(v)) for v in keras_optimizers.scales_of(optimizer))
             if scale is None or counter is None:
                 continue
-            old, steps = self.old[scale], self.old[counter]
+            old, steps, gradients = self.old[scale], self.old[counter], verdict.gradients
+            own = [row for row, owner in zip(rows, facts.owners) if owner == id(optimizer)]
+            if own != rows:  # those of another one may be bad
+                bad = [jnp.any(counts[row] > 0) for row in own]
+                gradients = jnp.where(jnp.any(jnp.array(bad, bool)), gradients, 0)
             after[scale], after[counter] = rules.learned_scale(
                 reductions.OPERATIONS,
                 verdict.loss,
-                verdict.gradients,
+                gradients,
                 old,
                 steps,
                 jnp.asarray(optimizer.initial_scale, old.dtype),

@@ -274,16 +274,28 @@ def commit(measured: Measured) -> list[Any]:
     return reductions.update_sums(body.train_state, body.seen.records, dtype)
 
 
-def refuse(body: Body, loss: Any, gradients: Any, halted: Any) -> None:
-    """Restore the kept values, and update each loss scale, given the sums of the verdict."""
+def refuse(body: Body, loss: Any, gradients: Any, halted: Any, is_alone: bool) -> None:
+    """Restore the kept values, and update each loss scale, given the sums of the verdict; only if
+    its replica is alone, each by the gradients of its own optimizer.
+    """
     for variable, old in body.kept.values():
         variable.assign(old)
-    numbers = reductions.OPERATIONS, loss, gradients
     for optimizer, old, steps in body.scales:
+        own = _of_optimizer(body, optimizer, gradients) if is_alone else gradients
         initial = tf.cast(optimizer.initial_scale, old.dtype)
-        after = rules.learned_scale(*numbers, old, steps, initial, halted)
+        numbers = loss, own, old, steps, initial, halted
+        after = rules.learned_scale(reductions.OPERATIONS, *numbers)
         for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
             variable.value.assign(value)
+
+
+def _of_optimizer(body: Body, optimizer: Any, gradients: Any) -> Any:
+    """Return the sum over the gradients of all optimizers, 0 if those of this one are finite."""
+    records = body.seen.records
+    if all(record.optimizer is optimizer for record in records):
+        return gradients
+    own = [g for record in records if record.optimizer is optimizer for g, _ in record.pairs]
+    return tf.where(reductions.all_finite(own), tf.zeros_like(gradients), gradients)
 
 
 def look(measured: Measured) -> tuple[Any, Any, Any]:
@@ -393,7 +405,8 @@ class StepTrace(intercept.Intercept):
 
         def refused() -> list[Any]:
             if transaction.refuse:
-                self.each(lambda m: refuse(m.body, loss, gradients, halted), measured)
+                numbers = loss, gradients, halted, len(measured) == 1
+                self.each(lambda m: refuse(m.body, *numbers), measured)
             return [*written, *map(tf.identity, logs)]
 
         weights, slots, *passed = tf.cond(may_commit, committed, refused)

@@ -210,16 +210,17 @@ class StepRun:
         return verdict, replace(learned, unread=unread)
 
     def _refuse(self, verdict: Verdict) -> Verdict:
-        """Undo the step; each loss scale is updated. Return the verdict."""
-        verdict, optimizers = verdict._replace(refused=True), self.parts.train_state.optimizers
+        """Undo the step; update each loss scale that it is about. Return the verdict."""
+        verdict = verdict._replace(refused=True)
         overflowed = self._overflowed() if verdict.only_gradients else []
+        known = self.parts.train_state.optimizers
+        blamed = [record.optimizer for record in overflowed] if verdict.only_gradients else known
         self.log.give_back()
         for record in overflowed:
             # The loop begins its next sum, as after an update that Keras skips.
             for _, variable in record.pairs:
                 keras_variables.stored(variable).grad = None
-        blamed = {id(record.optimizer): record.optimizer for record in overflowed}
-        for optimizer in blamed.values() or filter(keras_optimizers.scales_of, optimizers):
+        for optimizer in filter(keras_optimizers.scales_of, keras_variables.unique(blamed)):
             scale, counter = keras_optimizers.scales_of(optimizer)
             before = float(scale.value), int(counter.value), optimizer.initial_scale
             after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)

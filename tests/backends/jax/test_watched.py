@@ -197,6 +197,33 @@ def test_weights_that_no_optimizer_moves():
     assert all(np.isfinite(np.asarray(w)).all() for w in model.weights)
 
 
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
+def test_an_overflow_lowers_the_scale_of_its_own_optimizer(bad):
+    loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)
+    weights = loop.model.trainable_variables
+    halves = weights[:1], weights[1:]
+    optimizers = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0) for _ in range(2)]
+    for optimizer, half in zip(optimizers, halves, strict=True):
+        optimizer.build(half)
+
+    def step(state, x, y):
+        weights, other, slots = state
+        (loss, other), gradients = jax.value_and_grad(loop.loss, has_aux=True)(weights, other, x, y)
+        gradients = [jnp.where(jnp.max(x) > 50, jnp.inf, g) if min(n, 1) in bad else g for n, g in enumerate(gradients)]
+        first, slots_of_first = optimizers[0].stateless_apply(slots[0], gradients[:1], weights[:1])
+        second, slots_of_second = optimizers[1].stateless_apply(slots[1], gradients[1:], weights[1:])
+        return loss, ([*first, *second], other, [slots_of_first, slots_of_second])
+
+    state = (*loop.state[:2], [[v.value for v in optimizer.variables] for optimizer in optimizers])
+    with guard.watch(loop.model, *optimizers):
+        run = guard.step(jax.jit(step))
+        for at in range(BATCHES):
+            batch = slice(at * BATCH, (at + 1) * BATCH)
+            _, state = run(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
+    assert [float(o.dynamic_scale) for o in optimizers] == [32.0 if n in bad else 64.0 for n in range(2)]
+    assert guard.session.run.counts.refused == 1
+
+
 def test_a_scale_outside_of_the_state():
     """Of two optimizers, an overflow halves the scale of that which a loop passes."""
     loop, guard = Loop(), NanGuard(verbose=0, diagnose=False)

@@ -380,19 +380,22 @@ def test_variables_created_by_the_first_step(way):
     assert transaction.learned.keeps_undo is False
 
 
-@pytest.mark.parametrize("way", ["deferred", "eager"])
-def test_two_loss_scales(way):
-    """Each of two optimizers halves its scale if all gradients are bad, as in Keras."""
+@pytest.mark.daily("bad0-deferred", "bad1-deferred", "bad2-eager")
+@pytest.mark.parametrize("way", ["deferred", "eager", "compiled"])
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
+def test_two_loss_scales(way, bad):
+    """Each of two optimizers halves its scale if its own gradients are bad, as in Keras."""
 
     def made():
         scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=scale) for scale in (64.0, 16.0)]
-        model = network(scaled[0], loss=spoiled("gradients"), built=False)
+        model = network(scaled[0], built=False)
         model.second = scaled[1]
         return model
 
     def step(model, batch):
         loss, gradients = gradients_of(model, batch)
-        gradients = [g + tf.where(tf.reduce_max(batch[1]) > 50, np.float32("inf"), 0.0) for g in gradients]
+        spoilt = tf.where(tf.reduce_max(batch[1]) > 50, np.float32("inf"), 0.0)
+        gradients = [g + spoilt if min(n, 1) in bad else g for n, g in enumerate(gradients)]
         model.optimizer.apply(gradients[:1], model.trainable_variables[:1])
         model.second.apply(gradients[1:], model.trainable_variables[1:])
         return {"loss": loss}
@@ -406,7 +409,7 @@ def test_two_loss_scales(way):
         run(transaction, [batch], 1, way)
         scales = [[float(o.dynamic_scale) for o in (one.optimizer, one.second)] for one in (plain, model)]
         assert scales[0] == scales[1]
-    assert scales[0] == [16.0, 4.0]
+    assert scales[0] == [16.0 if 0 in bad else 64.0, 4.0 if 1 in bad else 16.0]
 
 
 @pytest.mark.parametrize("where", ["weights", "slots"])

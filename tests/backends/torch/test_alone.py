@@ -15,6 +15,7 @@ from support.torch_steps import (
     X,
     Y,
     alone,
+    in_loop,
     network,
     same,
     state,
@@ -157,6 +158,29 @@ def test_a_loss_scale_is_updated_next_to_an_optimizer_without_one():
     target, step = zeros(model), alone(model, lambda data: {"loss": updated(model, data, model.second)})
     step((X, target))
     assert step.verdict.refused and float(model.second.dynamic_scale) == 32.0
+
+
+@pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 2), (1, 2), ()])
+def test_an_overflow_lowers_the_scale_of_its_own_optimizer(bad):
+    """Of three optimizers: two with a scale, and one without."""
+    model = network(None, layers.Dense(2), layers.Dense(2))
+    optimizers = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0) for _ in range(2)]
+    optimizers.append(keras.optimizers.SGD(0.1))
+
+    def body(data):
+        loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
+        loss.backward()
+        for number, (optimizer, layer) in enumerate(zip(optimizers, model.layers, strict=True)):
+            with torch.no_grad():
+                gradients = [v.value.grad + (math.inf if number in bad else 0.0) for v in layer.trainable_variables]
+                optimizer.apply(gradients, layer.trainable_variables)
+        return {"loss": loss}
+
+    step = in_loop(body, model, optimizers)
+    step((X, Y))
+    assert step.verdict.refused == bool(bad)
+    scales = [float(optimizer.dynamic_scale) for optimizer in optimizers[:2]]
+    assert scales == [32.0 if number in bad else 64.0 for number in range(2)]
 
 
 @pytest.mark.parametrize("every", [None, 1, 3])
