@@ -303,3 +303,19 @@ def test_data_are_released(guarded, bad):
         assert len(iterators()) == before
     finally:
         gc.enable()
+
+
+def test_a_model_is_its_own_again_if_its_step_cannot_be_kept(monkeypatch):
+    """The fit ends with that error; the next one is not guarded, and its run has ended."""
+
+    def keep(attachment):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("keras_nanguard._backends.shared.attach.Attachment._keep", keep)
+    model, data, guard = zoo.plain(), zoo.regression(batches=3), NanGuard(verbose=0)
+    with pytest.raises(MemoryError, match="no room"):
+        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
+    assert left_behind(model) == set()
+    step = guard.session.run.step
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
+    assert guard.session.run.step == step

@@ -116,13 +116,17 @@ class Attachment(GuardedExecution):
         if self.state != "attached":
             return
         self.state = "free"
-        self._keep()
+        with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
+            ending.callback(self.session.end)
+            ending.callback(self._give_back)
+            self._keep()
+
+    def _give_back(self) -> None:
         self._overrides.give_back()
         function, compiled = self._cached
         self.model.train_function = (
             function if compiled is keras_compiled.compiled_as(self.model) else None
         )
-        self.session.end()
 
     def make_with(self, make: Callable[..., Any]) -> None:
         """Create the train function once with `make`, for a model that is always guarded."""
