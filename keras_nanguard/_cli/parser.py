@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 clean, 1 found, 2 misuse. Errors are printed to stderr in one sentence.
     """
-    words: dict[str, str] = {}
+    given = argparse.Namespace(words={}, output=None)
     _prepare_output()
     root = parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(root)
     try:
-        given = root.parse_args(arguments)
-        words = given.words = option_words(given.command)
+        root.parse_args(arguments, given)
+        given.words = option_words(given.command)
         return int(given.run(given))
     except SystemExit as leaving:  # argparse exits like this, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
@@ -50,23 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if sys.flags.dev_mode:  # python -X dev
             raise
-        print_error(_explained(error), words)
+        print_error(_explained(error, given.output), given.words)
         return MISUSE
     finally:
         for stream in (sys.stdout, sys.stderr):  # a library may have printed, too
             flush(stream)
 
 
-def _explained(error: Exception) -> Exception:
-    """Return an error whose message is one sentence for the user of a command."""
+def _explained(error: Exception, new: str | None) -> Exception:
+    """Return an error whose message is one sentence for the user of a command; `new` is the file
+    that it was told to write.
+    """
     if isinstance(error, NanGuardError):
         return error
     if isinstance(error, ModuleNotFoundError) and (text := no_backend(error)):
         return NanGuardError(text)
-    if isinstance(error, OSError):  # what cannot be read is an error of ours
-        reason = str(error.strerror or error).rstrip(".")
-        written = f"{error.filename} cannot be written: " if error.filename else ""
-        return NanGuardError(f"{written}{reason}.")
+    if isinstance(error, OSError):
+        failed = " cannot be written" if error.filename == new else ""
+        place = f"{error.filename}{failed}: " if error.filename else ""
+        return NanGuardError(f"{place}{str(error.strerror or error).rstrip('.')}.")
     failed = f"the command failed, {type(error).__name__}: {error}"
     return NanGuardError(f"{failed} (python -X dev shows where)")
 

@@ -225,6 +225,12 @@ def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
         assert f"keras-nanguard: {words[-1]} cannot be written: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["report", "watch", "replay"])
+def test_a_name_that_is_too_long_to_be_read(command, capsys):
+    assert main([command, name := "a" * 300]) == 2
+    assert capsys.readouterr().err == f"keras-nanguard: {name}: File name too long.\n"
+
+
 def test_a_model_without_permission_cannot_be_read(good, monkeypatch, capsys):
     pytest.importorskip("keras")
 
