@@ -109,7 +109,13 @@ GROUPS = {
     ),
     "run": Group(
         tuple(f"_fit/{name}.py" for name in ("incidents", "rollback", "snapshots", "divergence", "proof")),
-        tuple(f"tests/recovery/test_{name}.py" for name in ("recovery", "decisions", "snapshots", "divergence", "whole_states")),
+        tuple(
+            f"tests/recovery/test_{name}.py"
+            for name in (
+                *("recovery", "decisions", "snapshots", "divergence", "whole_states", "actions", "noise"),
+                *("range_of_loss_scale", "replayed_steps", "schedule_poles", "trials"),
+            )
+        ),
         "torch",
         budget=60.0,
     ),

@@ -84,3 +84,22 @@ def test_a_bad_scale_before_training(value, capsys):
     assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 1024.0
     assert guard.summary().startswith("NanGuard: 8 steps, 0 skipped, 1 incident.") and kept[0] is not None
     assert "the loss scale collapsed; loss scale reset" in capsys.readouterr().out
+
+
+def test_far_too_high():
+    """A scale that other code has raised beyond the ceiling is named, and lowered to it."""
+
+    class Raise(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3:
+                optimizer.dynamic_scale.assign(2.0**100)
+
+    x, y = data(1.0)
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])
+    optimizer = LossScale(keras.optimizers.SGD(0.01))
+    model.compile(optimizer, "mse")
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[guard, Raise()])
+    (incident,) = guard.incidents
+    assert ("loss_scale", "out_of_range", 2.0**100) in [(f.site, f.kind, f.value) for f in incident.findings]
+    assert 1.0 <= float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) <= guard.policy.loss_scale.ceiling

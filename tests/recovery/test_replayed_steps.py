@@ -6,7 +6,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard.testing import corrupt
+from keras_nanguard.testing import corrupt, inject
 
 
 def corrupts(batch, epoch=0):
@@ -99,3 +99,20 @@ def test_an_interrupted_replay_is_reported_with_the_lowered_rate(capsys, monkeyp
     (incident,) = guard.incidents
     assert incident.changes == ("rollback", "lower_lr")
     assert "; learning rate 0.001 -> 0.0001." in capsys.readouterr().out
+
+
+def test_a_step_that_was_refused_without_a_reason_is_not_replayed():
+    """The rollback after step 9 replays the others: the run is one without batch 5."""
+    data = zoo.regression(batches=12)
+    rows = np.delete(np.arange(len(data.x)), np.arange(5 * zoo.BATCH, 6 * zoo.BATCH))
+    keras.utils.set_random_seed(0)
+    without = zoo.plain(dropout=False)
+    without.fit(data.x[rows], data.y[rows], batch_size=zoo.BATCH, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(0)
+    model, guard = zoo.plain(dropout=False), NanGuard(verbose=0)
+    with inject(model, site="loss", step=5):
+        callbacks = [guard, corrupts(9)]
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert [incident.diagnosis.cause for incident in guard.incidents] == ["transient", "state_nonfinite"]
+    assert "replayed" in guard.incidents[1].outcomes[0].detail
+    assert all(map(np.array_equal, model.get_weights(), without.get_weights()))
