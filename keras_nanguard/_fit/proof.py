@@ -313,8 +313,9 @@ class _Trials:
             findings += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
             notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
         (optimizer,) = run.train_state().optimizers
-        rate = keras_optimizers.learning_rate(optimizer) * best.factor
-        advice = (f"Lower the learning rate (try {rate:.1g}), or use a warmup.",)
+        rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+        shown = "" if rate is None else f" (try {rate * best.factor:.1g})"
+        advice = (f"Lower the learning rate{shown}, or use a warmup.",)
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"rate_factor": best.factor}
