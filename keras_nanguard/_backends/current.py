@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import platform
 import sys
@@ -65,15 +66,15 @@ def fault_hook(model: Any, fault: Any) -> Any:
     return _module("faults").Hook(model, fault)
 
 
+@functools.cache
 def replay() -> interface.Replay:
     """Return what replays a step for a diagnosis."""
     made: interface.Replay = _module("replay").Replay()
     return made
 
 
+@functools.cache
 def host() -> interface.Host:
     """Return the functions for the process as a whole."""
-    if name() == "tensorflow":  # Keras runs it in one process
-        return interface.Host()
     made: interface.Host = _module("host").Host()
     return made

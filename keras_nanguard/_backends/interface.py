@@ -8,7 +8,7 @@ A backend is a package with these modules, each with what a class here or in `sh
 | `step` | `Transaction` | `Transaction` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
-| `host` | functions for the process as a whole; TensorFlow has the defaults | `Host` |
+| `host` | functions for the process as a whole | `Host` |
 
 The other direction is `Session`: what a backend calls around each step, as the one argument of
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.

@@ -51,7 +51,7 @@ FOLDER, GUARD_STATE, LOCK = "snapshots", "guard_state.json", "snapshots.lock"
 STATE, RECORD = "state.npz", "snapshot.json"
 
 GENERATOR = "generator"
-"""Key in `state.npz` of the state of PyTorch's generator."""
+"""Key in `state.npz` of the states of PyTorch's generators."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Array = np.ndarray[Any, Any]

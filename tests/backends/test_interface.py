@@ -22,7 +22,7 @@ OURS = f"keras_nanguard._backends.{keras.backend.backend()}"
 
 CLASSES = {
     "Replay": [f"{OURS}.replay.Replay"],
-    "Host": ["keras_nanguard._backends.interface.Host" if OURS.endswith("tensorflow") else f"{OURS}.host.Host"],
+    "Host": [f"{OURS}.host.Host"],
     "StateAccess": [
         *(f"{OURS}.attach.ModelAttachment", f"{OURS}.attach.LoopStep"),
         "keras_nanguard._backends.shared.attach.Attachment",

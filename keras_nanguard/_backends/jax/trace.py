@@ -354,8 +354,8 @@ class StepTrace:
             old, steps, gradients = self.old[scale], self.old[counter], verdict.gradients
             own = [row for row, owner in zip(rows, facts.owners) if owner == id(optimizer)]
             if own != rows:  # those of another one may be bad
-                bad = [jnp.any(counts[row] > 0) for row in own]
-                gradients = jnp.where(jnp.any(jnp.array(bad, bool)), gradients, 0)
+                bad = jnp.any(counts[jnp.array(own, int)] > 0)
+                gradients = jnp.where(bad, gradients, 0)
             after[scale], after[counter] = rules.learned_scale(
                 reductions.OPERATIONS,
                 verdict.loss,
