@@ -14,7 +14,7 @@ from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Judged, Observed, Ruling, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
-from keras_nanguard._backends.torch.parts import Body, Learned, Parts
+from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
 from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
@@ -35,7 +35,7 @@ class StepRun:
     verdict is computed at the end of the body.
 
     Args:
-        body: the body.
+        step: the facts about the step.
         parts: the train state.
         learned: what earlier steps have shown.
         intercept: records the calls of optimizers and loss.
@@ -53,24 +53,29 @@ class StepRun:
     judged_in_body: Judged | None = None
 
     def __init__(
-        self, body: Body, parts: Parts, learned: Learned, intercept: Intercept, args: Sequence[Any]
+        self,
+        step: StepFacts,
+        parts: Parts,
+        learned: Learned,
+        intercept: Intercept,
+        args: Sequence[Any],
     ):
-        self.body, self.run, self.parts, self.learned = body, body.run, parts, learned
+        self.step, self.run, self.parts, self.learned = step, step.run, parts, learned
         self.intercept, self.args = intercept, args
         self.is_compiled = intercept.compiled is not None
         keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
-        self.keeps_undo = body.may_undo_update and keeps_undo
+        self.keeps_undo = step.may_undo_update and keeps_undo
         may_add = learned.is_fresh or learned.adds_to_gradients is not False
-        self.found = FoundGradients(parts.holders, is_read=may_add and body.may_undo_update)
+        self.found = FoundGradients(parts.holders, is_read=may_add and step.may_undo_update)
         self.log = self._undo_log()
-        self._lesson = Lesson(body, parts, learned, self.log, self.is_compiled, self.found)
+        self._lesson = Lesson(step, parts, learned, self.log, self.is_compiled, self.found)
         self._watch = Watch(parts.updated)
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
 
     def _undo_log(self) -> UndoLog:
         """Return the undo log of the step, with copies of what it may write unnoticed."""
-        parts, learned, undoes_updates = self.parts, self.learned, self.body.may_undo_update
+        parts, learned, undoes_updates = self.parts, self.learned, self.step.may_undo_update
         uncounted = [*parts.unlisted, *learned.uncounted.values()]
         kept = list(learned.untracked.values())
         kept += self.found.tensors
@@ -116,12 +121,12 @@ class StepRun:
 
     def _run_body(self) -> tuple[Any, bool]:
         """Run the body; return its outputs, and whether torch has raised about a bad number."""
-        function = self.intercept.compiled or self.body.function
+        function = self.intercept.compiled or self.step.body
         try:
             with contextlib.ExitStack() as stack:
                 if not self.is_compiled:
                     stack.enter_context(self.log)
-                    if self.body.may_undo_update:
+                    if self.step.may_undo_update:
                         self._watch.wait(stack)
                 around_backward = self._around_backward
                 stack.enter_context(self.intercept.running(self._on_update, around_backward))
@@ -150,7 +155,7 @@ class StepRun:
         if not self.updates:
             self._lesson.before_update(self.intercept.noted)
         if record.evaluates and self.judged_in_body is None:
-            self.keeps_undo = self.body.may_undo_update
+            self.keeps_undo = self.step.may_undo_update
         if self.run.refuses and not self.keeps_undo and self.judged_in_body is None:
             self.judged_in_body = self._judge(None, raised=False)
             self.keeps_undo = self.judged_in_body.ruling is Ruling.CHECK
@@ -180,8 +185,8 @@ class StepRun:
     def _judge(self, outputs: Any, raised: bool) -> Judged:
         intercept = self.intercept
         if self.log.created:
-            self.parts = self.body.read_parts()
-        losses = [loss.detach() for loss in intercept.losses or self.body.losses(outputs)]
+            self.parts = self.step.read_parts()
+        losses = [loss.detach() for loss in intercept.losses or self.step.losses(outputs)]
         has_gradients = not intercept.records and intercept.noted > 0
         leaves_gradients = has_gradients and not self._lesson.has_written_weights
         is_updated = bool(self.updates)
@@ -200,7 +205,7 @@ class StepRun:
             self.run.note_created(*created)
         if self._created:
             learned = replace(learned, stale=True)
-            self.parts = self.body.read_parts()
+            self.parts = self.step.read_parts()
         is_unread = judged is self.judged_in_body or bool(self._created)
         is_due = bool(self.intercept.records) and is_unread
         is_due = is_due or not self.parts.updated.isdisjoint(unseen)

@@ -13,7 +13,7 @@ from typing import Any
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Judged
-from keras_nanguard._backends.torch.parts import Body, Learned, Parts
+from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 
@@ -25,7 +25,7 @@ class Lesson:
     """What one step shows. Created before it runs.
 
     Args:
-        body: the body.
+        step: the facts about the step.
         parts: the train state.
         before: what earlier steps have shown.
         log: the undo log of the step.
@@ -35,16 +35,16 @@ class Lesson:
 
     def __init__(
         self,
-        body: Body,
+        step: StepFacts,
         parts: Parts,
         before: Learned,
         log: UndoLog,
         is_compiled: bool,
         found: FoundGradients,
     ):
-        self._body, self._parts, self._before = body, parts, before
+        self._step, self._parts, self._before = step, parts, before
         self._log, self._is_compiled, self._found = log, is_compiled, found
-        watched = parts.small_state if body.stock else parts.all
+        watched = parts.small_state if step.stock else parts.all
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
         self._by_hand: tuple[list[Any], list[Any]] = [], []
@@ -54,13 +54,13 @@ class Lesson:
         """Note what the body has written before its first update, and the number of its losses so
         far.
         """
-        if not self._body.stock:
+        if not self._step.stock:
             self._losses = losses
             self._by_hand = self._written(), self._written_uncounted()
 
     def after_update(self) -> None:
         """Note the state after an update."""
-        if not (self._body.stock or self._before.continues):
+        if not (self._step.stock or self._before.continues):
             tensors = [tensor for tensor, _ in self._versions]
             tensors += [kept.tensor for kept in self._log.kept.values()]
             self._versions_after = {id(t): (t, t._version) for t in tensors}
@@ -78,7 +78,7 @@ class Lesson:
         by_hand = [*by_hand, *_not_updated(self._written(), updates), *self._assigned()]
         uncounted = [*uncounted, *_not_updated(self._written_uncounted(), updates)]
         continues = self._continues(updates, losses, is_continued)
-        is_one_of_several = self._body.run.agreement.count > 1
+        is_one_of_several = self._step.run.agreement.count > 1
         return replace(
             before,
             untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
@@ -95,7 +95,7 @@ class Lesson:
 
     def _continues(self, updates: Sequence[Update], losses: int, is_continued: bool) -> bool | None:
         """Return whether the body continues after its first update, see `Learned`."""
-        if self._body.stock:
+        if self._step.stock:
             return False
         if self._before.continues or not updates:
             return self._before.continues
@@ -147,10 +147,10 @@ class Lesson:
         """Return what the eager step assigns to before it is compiled: a compiled one does not show
         it.
         """
-        if not self._body.jit or self._is_compiled:
+        if not self._step.jit or self._is_compiled:
             return []
         parts, kept = self._parts, self._log.kept.items()
-        listed = set(map(id, parts.all if self._body.stock else parts.small_state))
+        listed = set(map(id, parts.all if self._step.stock else parts.small_state))
         return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
     def _writes_after(self) -> bool:

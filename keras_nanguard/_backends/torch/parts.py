@@ -4,7 +4,7 @@ of its train state by role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,23 +29,11 @@ steps does.
 """
 
 
-@dataclass(frozen=True)
-class Body:
-    """A body, and how it is run.
+class StepFacts(interface.Transaction):
+    """The facts about a step that its runs use and do not change."""
 
-    Attributes:
-        function: the step, `function(*args) -> outputs`.
-        run: the facts of the run.
-        losses: returns the losses among the outputs of a step that shows no others.
-        stock: whether it is Keras' own train step, in which nothing can fail after the update.
-        jit: whether it is compiled, once its writes are known.
-    """
-
-    function: Callable[..., Any]
-    run: interface.Run
-    losses: Callable[[Any], list[Any]]
     stock: bool
-    jit: bool
+    """Whether its body is Keras' own train step, in which nothing can fail after the update."""
 
     @property
     def may_undo_update(self) -> bool:

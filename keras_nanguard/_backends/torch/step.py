@@ -32,7 +32,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch.execution import StepRun
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Body, Learned, Parts
+from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
 from keras_nanguard._core.verdict import Report, Verdict
 
 REFRESH = 100
@@ -75,7 +75,7 @@ class Given(tuple[Any, ...]):
         return all(value._version == version for value, version in self.versions)
 
 
-class Transaction(interface.Transaction):
+class Transaction(StepFacts):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
@@ -109,10 +109,9 @@ class Transaction(interface.Transaction):
         compiled: Intercept | None = None,
     ):
         self.body = self.replayed = body
-        self.run, self.jit, self.compiled = run, jit, compiled
+        self.run, self.stock, self.jit, self.compiled = run, stock, jit, compiled
         self.model = run.model if of_trainer else None
         self.losses = losses_in_logs if of_trainer else scalars
-        self._body = Body(body, run, self.losses, stock, jit)
         self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
@@ -133,9 +132,9 @@ class Transaction(interface.Transaction):
             self.compiled = None
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
-            self.parts = self._body.read_parts()
+            self.parts = self.read_parts()
         self.given = Given.of(args)
-        step = StepRun(self._body, self.parts, learned, self._intercept(), args)
+        step = StepRun(self, self.parts, learned, self._intercept(), args)
         try:
             outputs, self.verdict, self.learned, reports = step.complete()
         except BaseException:
@@ -150,7 +149,7 @@ class Transaction(interface.Transaction):
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = self.parts.train_state.optimizers
         if not self.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (self._body.stock or self.jit))
+            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 
