@@ -27,7 +27,7 @@ from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
-from keras_nanguard._report.console import Kind
+from keras_nanguard._report.console import IncidentKind
 from keras_nanguard._report.shown import ShownRun
 
 MAX_BYTES = 64 << 20
@@ -239,13 +239,16 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
     others = groups[MAX_CARDS:]
     found = [_card(run, kind) for kind in kept]
     if others:
-        together = Kind(*([one for part in parts for one in part] for parts in zip(*others)))
+        together = IncidentKind(
+            [incident for kind in others for incident in kind.incidents],
+            [step for kind in others for step in kind.steps],
+        )
         title = f"{times(len(others), 'more kind')} of incidents; this is the first of them"
         found.append(replace(_card(run, together), title=title))
     return found
 
 
-def _card(run: ShownRun, kind: Kind) -> Card:
+def _card(run: ShownRun, kind: IncidentKind) -> Card:
     """Return the card of incidents."""
     recording, group = run.recording, kind.incidents
     folders = [bundle_folder(incident.bundle, run.directory) for incident in group]

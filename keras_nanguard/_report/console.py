@@ -229,7 +229,7 @@ def summary(incidents: Sequence[Incident], totals: Totals) -> str:
     return printable("\n".join(lines))
 
 
-class Kind(NamedTuple):
+class IncidentKind(NamedTuple):
     """The incidents with the same cause and place, and the step of each."""
 
     incidents: list[Incident]
@@ -249,16 +249,16 @@ class Kind(NamedTuple):
         return Counter(outcome for incident in self.incidents for outcome in incident.outcomes)
 
 
-def kinds(incidents: Sequence[Incident], steps: Sequence[int] = ()) -> list[Kind]:
+def kinds(incidents: Sequence[Incident], steps: Sequence[int] = ()) -> list[IncidentKind]:
     """Return incidents by cause and place, the most frequent first.
 
     Args:
         incidents: the incidents.
         steps: the step of each; by default as it counts them itself.
     """
-    groups: dict[tuple[Any, ...], Kind] = {}
+    groups: dict[tuple[Any, ...], IncidentKind] = {}
     for incident, step in zip(incidents, steps or [incident.step for incident in incidents]):
-        kind = groups.setdefault(kind_of(incident), Kind([], []))
+        kind = groups.setdefault(kind_of(incident), IncidentKind([], []))
         kind.incidents.append(incident)
         kind.steps.append(step)
     return sorted(groups.values(), key=lambda kind: len(kind.steps), reverse=True)

@@ -35,7 +35,7 @@ class ShownRun:
         if not len(self.recording):
             return Totals(None, sum(incident.refused for incident in self.incidents))
         ran = int(self.recording.steps["step"].max()) + 1  # steps are numbered from 0
-        return Totals(ran, *(self.recording.meta.get(name, 0) for name in COUNTED))
+        return Totals(ran, **{name: self.recording.meta.get(name, 0) for name in COUNTED})
 
     @property
     def summary(self) -> str:

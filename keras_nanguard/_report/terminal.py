@@ -66,7 +66,7 @@ def _fitted(text: str, width: int) -> str:
     return "\n".join(map(" ".join, fitted))
 
 
-def _done(kind: console.Kind) -> str:
+def _done(kind: console.IncidentKind) -> str:
     """Return the actions for incidents, with counts if they differ."""
     counts = Counter[str]()
     for outcome, count in kind.outcomes.items():
