@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from numbers import Integral
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, get_args
 
@@ -161,6 +161,8 @@ def inject(
         raise GuardError(expected("a compiled keras.Model", f"model={model!r}", remedy))
     starts = _whole("step", step)
     require_count("count", count)
+    _require("path", path, str, "a glob", 'Write path="dense/kernel".')
+    _require("magnitude", magnitude, Real, "a number", "Write magnitude=1e6.")
     if entries is not None:
         require_count("entries", entries)
     steps = tuple(sorted({first + i for first in starts for i in range(count)}))
@@ -232,8 +234,7 @@ def corrupt(
         magnitude: factor of a spike.
 
     Raises:
-        GuardError: for an unknown kind, `entries` below 1, or a variable that cannot represent the
-            fault.
+        GuardError: for an invalid argument, or a variable that cannot represent the fault.
 
     Example:
 
@@ -245,6 +246,7 @@ def corrupt(
     ```
     """
     require_one_of("kind", kind, KINDS)
+    _require("magnitude", magnitude, Real, "a number", "Write magnitude=1e6.")
     if entries is not None:
         require_count("entries", entries)
     dtype = getattr(variable, "dtype", None)
@@ -261,8 +263,14 @@ def corrupt(
     keras_variables.write(variable, array)
 
 
+def _require(name: str, value: Any, kind: type[Any], what: str, remedy: str) -> None:
+    if not isinstance(value, kind):
+        raise GuardError(expected(f"{name} to be {what}", f"{name}={value!r}", remedy))
+
+
 def _whole(name: str, value: Any) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Iterable) else (value,)
+    several = isinstance(value, Iterable) and getattr(value, "shape", None) != ()
+    values = tuple(value) if several else (value,)
     valid = [isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= 0 for v in values]
     if not valid or not all(valid):
         what, remedy = f"{name} to be whole numbers from 0 on", f"Write {name}=3 or {name}=(3, 7)."

@@ -155,6 +155,9 @@ def test_counts_over_fits_and_after_errors():
         ({"count": 0}, "count=0"),
         ({"entries": 0}, "entries=0"),
         ({"rows": -2}, "rows=-2"),
+        ({"step": np.array(3)}, r"step=array\(3\)"),
+        ({"path": None}, "path=None"),
+        ({"magnitude": "big"}, "magnitude='big'"),
         ({"model": "model"}, "model='model'"),
         ({"model": keras.Sequential([keras.layers.Dense(1)])}, "model=<Sequential"),
     ],
@@ -232,6 +235,8 @@ def test_corrupt_refuses(bad):
         corrupt(bad)
     with pytest.raises(GuardError, match=r"(?s)Expected kind.*Received: kind='x'"):
         corrupt(bad, "x")
+    with pytest.raises(GuardError, match=r"(?s)Expected magnitude.*Received: magnitude=None"):
+        corrupt(keras.Variable([1.0, 2.0]), "spike", magnitude=None)
     for entries in (0, -1, 1.5):
         with pytest.raises(GuardError, match=rf"(?s)Expected entries.*Received: entries={entries}"):
             corrupt(keras.Variable([1.0, 2.0]), entries=entries)
