@@ -118,6 +118,9 @@ class Transaction:
         """Start with what another transaction for the same body has learned."""
         self.learned = other.learned
 
+    def follow(self, previous: Transaction) -> None:
+        """Continue after a step of the transaction of another function of the loop."""
+
     def release_run(self) -> None:
         """Release everything that belongs to the finished run."""
         raise NotImplementedError

@@ -84,9 +84,10 @@ def guarded(
     def step(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         session = running()
         run, called = session.run, of_loop(session)
-        if run.access is not called:
+        previous = run.access
+        if previous is not called:
             run.attach(called)
-            called.follow()
+            called.follow(previous)
         returned: Returned = called(*args, **kwargs)
         return returned
 

@@ -246,10 +246,13 @@ class LoopStep(StateAccess):
         transaction.inherit(self.run.access.transaction)
         self.transaction, self._rebuilds = transaction, self.run.rebuilds
 
-    def follow(self) -> None:
-        """Create the step again if that was done for another function of the loop."""
+    def follow(self, previous: StateAccess) -> None:
+        """Continue after a step of another function of the loop; create the step again if that was
+        done for the other one.
+        """
         if self._rebuilds < self.run.rebuilds:
             self.rebuild()
+        self.transaction.follow(previous.transaction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, pass its verdict to the host, and return its outputs."""

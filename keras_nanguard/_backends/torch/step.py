@@ -161,6 +161,11 @@ class Transaction(StepFacts):
                 other.learned, steps=steps, stale=True, continues=continues, keeps_undo=True
             )
 
+    def follow(self, previous: interface.Transaction) -> None:
+        if isinstance(previous.learned, Learned):  # else no step has run
+            last = previous.learned
+            self.learned = replace(self.learned, unread=last.unread, replacements=last.replacements)
+
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None
 

@@ -586,6 +586,27 @@ def test_weights_whose_decay_overflows_a_slot(away):
     assert {finding.site for finding in guard.incidents[0].findings} == {"slots"}
 
 
+@pytest.mark.parametrize("functions", [1, 2])
+def test_an_update_of_another_function_that_overflows(away, functions):
+    """The next step judges the last update, whichever function of the loop has made it."""
+    net, guard = nn.Linear(6, 1), NanGuard(verbose=0, diagnose=False)
+    optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.01), torch.Generator().manual_seed(1)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = 100.0 * net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    with guard.watch(net, optimizer):
+        run = [guard.step(functools.partial(step)) for _ in range(functions)]
+        for number in range(12):
+            optimizer.param_groups[0]["lr"] = 3e38 if number == 8 else 1e-3
+            run[number % functions](torch.randn(8, 6, generator=generator))
+    incident, *more = guard.incidents
+    assert (incident.step, incident.refused, incident.sites) == (8, False, ("weights",)) and not more
+
+
 @pytest.mark.parametrize("own_step", [False, True])
 def test_one_device_read_for_each_step(away, monkeypatch, own_step):
     """A guarded step waits for the device once, for any number of values that it reads."""
