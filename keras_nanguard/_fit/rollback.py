@@ -174,7 +174,8 @@ class ActionContext:
         estimate = run.recovery.recalibration
         changed = initial_statistics(estimate.layers) if estimate is not None else []
         if reseed:
-            changed += run.moved_seeds(run.counts.rollbacks + 1, snapshot)
+            times = run.counts.rollbacks + 1
+            changed += keras_variables.moved_seeds(train_state.other, times, snapshot.value)
         snapshot.write(train_state.kept if replays else train_state.restorable, changed)
         if replays and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)

@@ -23,7 +23,7 @@ from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.log import RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
-from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
+from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.steps import Counts, RecentBatches
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -125,10 +125,6 @@ class StateCheck:
 
 
 # The run
-
-_SEED_STEP = 7919
-"""Amount by which each seed advances: a prime, so that no number of Dropout layers aligns with it.
-"""
 
 
 class Run:
@@ -315,21 +311,9 @@ class Run:
             self.state_check.tolerate(train_state, self.model)
         return self.state_check.scan(train_state, before)
 
-    def moved_seeds(
-        self, times: int = 1, snapshot: Snapshot | None = None
-    ) -> list[tuple[Any, Any]]:
-        """Return the seeds of the model, each with its value, or that in a snapshot, advanced."""
-        moved = []
-        for seed in keras_variables.seeds(self.train_state().other):
-            stored = snapshot.value(seed) if snapshot is not None else None
-            value = keras_variables.read(seed) if stored is None else np.array(stored)
-            value[..., -1] += np.asarray(_SEED_STEP * times, value.dtype)
-            moved.append((seed, value))
-        return moved
-
     def advance_generators(self) -> None:
         """Advance every random generator of the model: the next step draws other numbers."""
-        keras_variables.write_all(self.moved_seeds())
+        keras_variables.write_all(keras_variables.moved_seeds(self.train_state().other))
         current.host().advance_generator()
 
     def say_once(self, subject: str, line: str) -> None:

@@ -137,7 +137,8 @@ class Trial:
         self._load(self.present)
         if math.isfinite(self._step(args)):
             return False
-        self._load({**self.present, **{id(v): value for v, value in self._run.moved_seeds()}})
+        moved = keras_variables.moved_seeds(self._run.train_state().other)
+        self._load({**self.present, **{id(v): value for v, value in moved}})
         return math.isfinite(self._step(args))
 
     def _load(self, state: State) -> None:

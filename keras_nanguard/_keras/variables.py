@@ -162,6 +162,26 @@ def seeds(variables: Iterable[Any]) -> list[Any]:
     return [v for v in variables if str(v.name).endswith("seed_generator_state")]
 
 
+SEED_STEP = 7919
+"""Amount by which each seed advances: a prime, so that no number of Dropout layers aligns with it.
+"""
+
+
+def moved_seeds(
+    variables: Iterable[Any], times: int = 1, stored: Callable[[Any], Any] = lambda seed: None
+) -> list[tuple[Any, Any]]:
+    """Return the seeds among these variables, each with its value, or the one that is `stored`,
+    advanced.
+    """
+    moved = []
+    for seed in seeds(variables):
+        known = stored(seed)
+        value = read(seed) if known is None else np.array(known)
+        value[..., -1] += np.asarray(SEED_STEP * times, value.dtype)
+        moved.append((seed, value))
+    return moved
+
+
 def global_seed_variables() -> list[Any]:
     """Return the state of the generator that Keras uses without a seed, if it exists already."""
     generator = keras.src.backend.common.global_state.get_global_attribute("global_seed_generator")
