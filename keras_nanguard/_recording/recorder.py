@@ -116,7 +116,7 @@ class Recorder:
             if self._writer is None:
                 self._problem = unwritten(error)
             else:
-                self._writer.problem = self._writer.problem or unwritten(error)
+                self._writer.fail(error)
 
     # Steps
 

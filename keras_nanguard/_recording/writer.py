@@ -147,6 +147,10 @@ class Writer:
         self._idle.clear()
         self._jobs.put(statements)
 
+    def fail(self, reason: object) -> None:
+        """Write nothing any more; the first reason is kept."""
+        self.problem = self.problem or unwritten(reason)
+
     def close(self) -> None:
         """Write the remaining data, and close the file."""
         atexit.unregister(self._at_exit)
@@ -154,9 +158,8 @@ class Writer:
         if self._thread.is_alive():  # not in a fork of the process
             self._jobs.put(None)
             self._thread.join(WAIT)
-            if self._thread.is_alive() and not self.problem:
-                late = f"{self._path} was not written within {WAIT:g} seconds"
-                self.problem = unwritten(late)
+            if self._thread.is_alive():
+                self.fail(f"{self._path} was not written within {WAIT:g} seconds")
 
     def _at_exit(self) -> None:
         end = self._end()
@@ -176,7 +179,7 @@ class Writer:
                 except Exception as error:  # noqa: BLE001  training continues, and a line warns
                     locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
                     if self._ending or not locked:
-                        self.problem = unwritten(error)
+                        self.fail(error)
             self._idle.set()
         if file is not None:
             file.close()
