@@ -15,7 +15,7 @@ from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.losses import class_axis, class_of, classes_of, option_of, rejected
 from keras_nanguard._keras.optimizers import given_rate
 from keras_nanguard._lint.rule import Site, rule
-from keras_nanguard._lint.subject import Output, Subject
+from keras_nanguard._lint.subject import POSITIVE, Output, Subject
 
 _CROSSENTROPIES = (
     *("CategoricalCrossentropy", "SparseCategoricalCrossentropy", "BinaryCrossentropy"),
@@ -25,8 +25,6 @@ _CROSSENTROPIES = (
 _PROBABILITIES = ("softmax", "sigmoid", "hard_sigmoid", "sparsemax")
 
 _NONNEGATIVE = (*_PROBABILITIES, "softplus", "exponential", "exp", "relu", "relu6")
-
-_POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
 
 
 def _expects_logits(loss: Any) -> bool | None:
@@ -91,7 +89,7 @@ def _misfit(output: Output, loss: Any) -> str:
     of_classes = kind in ("CategoricalCrossentropy", "SparseCategoricalCrossentropy")
     if of_classes and activation == "sigmoid" and output.units == 1:
         return f"{kind} on one unit: use BinaryCrossentropy"
-    if kind == "Poisson" and activation not in _POSITIVE:
+    if kind == "Poisson" and activation not in POSITIVE:
         return f"{logarithm}, which can be 0 or negative"
     if kind == "KLDivergence" and activation not in _PROBABILITIES:
         return f"{logarithm}, which is not a probability"

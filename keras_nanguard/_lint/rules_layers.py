@@ -14,7 +14,7 @@ from keras_nanguard._files.scan import statistics
 from keras_nanguard._keras.layers import arguments_of, source_of
 from keras_nanguard._keras.variables import read
 from keras_nanguard._lint.rule import Site, rule
-from keras_nanguard._lint.subject import Placed, Subject, activation_name
+from keras_nanguard._lint.subject import POSITIVE, Placed, Subject, activation_name
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
@@ -34,8 +34,6 @@ _DOMAINS = {
 _SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
 """Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away
 from 0."""
-
-_POSITIVE = ("softplus", "exponential", "sigmoid", "softmax")
 
 
 @rule(
@@ -222,4 +220,4 @@ def _protected(operation: Any) -> bool:
         return True
     if kind == "Add" and any(isinstance(value, (int, float)) for value in arguments_of(operation)):
         return True
-    return activation_name(getattr(operation, "activation", None)) in _POSITIVE
+    return activation_name(getattr(operation, "activation", None)) in POSITIVE

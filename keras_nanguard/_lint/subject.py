@@ -34,6 +34,9 @@ _NAMED = ("Softmax", "ReLU", "ELU", "PReLU", "Sigmoid", "Relu", "Tanh", "Softplu
 _ACTIVATIONS = {"LeakyReLU": "leaky_relu", **{name: name.lower() for name in _NAMED}}
 """Layers and operations of `keras.ops` that are an activation, with its name."""
 
+POSITIVE = ("softmax", "sigmoid", "softplus", "exponential", "exp")
+"""Activations above 0, unless they underflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:

@@ -287,6 +287,7 @@ def test_protected_operations_are_safe():
     for expression in (
         ops.log(x + 1e-6),
         ops.log(ops.softplus(x)),
+        ops.log(layers.Dense(3, activation=ops.exp)(inputs)),
         x / (ops.norm(x, axis=-1, keepdims=True) + 1e-9),
         x / 255.0,
     ):
