@@ -327,6 +327,8 @@ APPLICATIONS = sorted(name for name in dir(keras.applications) if name[0].isuppe
 )
 def test_every_keras_application_has_no_hazard(name):
     """No hazards in any model of `keras.applications`, compiled as documented."""
+    if name == "NASNetMobile" and keras.backend.backend() == "torch":
+        pytest.skip("Keras has no NASNetMobile on torch")
     model = getattr(keras.applications, name)(weights=None)
     model.compile(optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"])
     assert lint(model).hazards == ()
