@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
@@ -129,14 +129,10 @@ class Recovery:
     @contextmanager
     def with_adjustments(self, numbers: Mapping[int, Any]) -> Iterator[None]:
         """Replace the factors of the rates by these numbers inside the context."""
-        rates = list(self.rates.values())
-        for rate in rates:
-            rate.given = numbers.get(id(rate))
-        try:
+        with ExitStack() as replaced:
+            for rate in self.rates.values():
+                replaced.enter_context(rate.read_as(numbers.get(id(rate))))
             yield
-        finally:
-            for rate in rates:
-                rate.given = None
 
     # For the next fit, and another process
 
