@@ -30,5 +30,5 @@ class Totals(NamedTuple):
     @property
     def replayed(self) -> str:
         """The further steps in words, after a comma; `""` without any."""
-        again = times(self.run_again, "step")
+        again = times(self.run_again, "skipped step")
         return f", {again} undone and run again" if self.run_again else ""

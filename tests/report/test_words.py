@@ -284,3 +284,5 @@ def test_kinds():
     ]
     assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, Totals(10, 2))
     assert "1 skipped, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], Totals(10, 1))
+    lost = summary([], Totals(10, 1, 0, 2)).splitlines()[0]
+    assert lost == "NanGuard: 10 steps, 1 skipped, 2 skipped steps undone and run again, 0 incidents."
