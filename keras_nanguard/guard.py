@@ -23,7 +23,7 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit import arguments, loop
 from keras_nanguard._fit.attached import Attached
-from keras_nanguard._fit.log import Log
+from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
@@ -115,7 +115,7 @@ class NanGuard(keras.callbacks.Callback):
         self.sample_ids = arguments.sample_ids(sample_ids)
         self.session: Session | None = None
         self._attached: Attached | None = None
-        self._log = Log(arguments.verbosity(verbose), self.sample_ids)
+        self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
         self._unnamed = self._resumed = self._watching = False
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles

@@ -87,7 +87,7 @@ def _is_own(key: str) -> bool:
     return key == REFUSED or key.startswith(OWN)
 
 
-class Logs:
+class FitLogs:
     """The logs of one fit.
 
     Attributes:

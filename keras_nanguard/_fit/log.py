@@ -291,7 +291,7 @@ class RunRecording:
         ]
 
 
-class Log:
+class GuardLog:
     """The incidents, the recording, the bad rows and the numbers of steps of one guard.
 
     Args:

@@ -17,7 +17,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Diagnosis, Effects, Finding, Incident
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.callbacks import Logs
+from keras_nanguard._fit.callbacks import FitLogs
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
@@ -53,7 +53,7 @@ class Session:
         explain: Explainer | None,
         bad_rows: BadRows,
     ):
-        self.run, self.logs, self.bad_rows = run, Logs(run.model), bad_rows
+        self.run, self.logs, self.bad_rows = run, FitLogs(run.model), bad_rows
         self.incidents = Incidents(run, announce, explain, bad_rows, self.after)
         self.tasks = Tasks(run, self.incidents)
         self.finished = self._deferred = False

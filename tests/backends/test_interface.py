@@ -32,7 +32,7 @@ CLASSES = {
     "Session": ["keras_nanguard._fit.session.Session"],
     "Recovery": ["keras_nanguard._fit.recovery.Recovery"],
     "Agreement": ["keras_nanguard._fit.agreement.Agreement"],
-    "Logs": ["keras_nanguard._fit.callbacks.Logs"],
+    "Logs": ["keras_nanguard._fit.callbacks.FitLogs"],
 }
 """The classes that implement a declared one, in a backend or in the host."""
 
