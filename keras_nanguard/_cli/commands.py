@@ -1,7 +1,8 @@
 """The commands of the command line: each calls one public function, prints its report and returns
 an exit code. The first paragraph of its docstring is its help.
 
-Everything except the standard library is imported inside the command that needs it.
+Everything except the standard library is imported inside the command that needs it, and what loads
+Keras only after its arguments are checked, so that a wrong path is an error at once.
 """
 
 from __future__ import annotations
