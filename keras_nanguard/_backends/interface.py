@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras.train_state import TrainState
 
@@ -149,7 +150,7 @@ class StateAccess:
         return nullcontext()
 
     def resolve_pending(self) -> None:
-        """Read the verdict of the last started step, if it is pending, and act on it."""
+        """Read what is not known yet of the last started step, and act on it."""
 
     def rebuild(self) -> None:
         """Compile the step again, after something that is built into it has changed."""
@@ -401,6 +402,9 @@ class Session(Protocol):
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""
+
+    def seen_outside(self, findings: Sequence[Finding]) -> None:
+        """Raise an incident for these findings, and those in the whole state, between two steps."""
 
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""

@@ -60,6 +60,7 @@ def watching(session: Session, reporter: Reporter, resumed: Resumed | None) -> I
         with loop_step().watching():
             yield
         session.start.restore()  # if the loop had no steps left
+        session.run.access.resolve_pending()
         session.finish()
     finally:
         try:

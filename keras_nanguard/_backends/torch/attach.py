@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from keras_nanguard._backends.interface import Session, StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
@@ -18,7 +19,18 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 
 
-class ModelAttachment(attach.Attachment):
+class _JudgedLate(StateAccess):
+    """Host access to a step whose update may be judged later, see `judging.read_update`."""
+
+    session: Session
+    transaction: step.Transaction
+
+    def resolve_pending(self) -> None:
+        if self.transaction.has_left_bad():
+            self.session.seen_outside([])
+
+
+class ModelAttachment(_JudgedLate, attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
     transaction: step.Transaction
@@ -95,7 +107,7 @@ class ModelAttachment(attach.Attachment):
         return logs, transaction.verdict
 
 
-class LoopStep(attach.LoopStep):
+class LoopStep(_JudgedLate, attach.LoopStep):
     """One hand-written step with its transaction."""
 
     transaction: step.Transaction

@@ -206,6 +206,14 @@ def _norms(
     return {site: reductions.norm_of(read[prefix + site], given) for site, given in tensors.items()}
 
 
+def are_finite(unread: Mapping[str, Sequence[Any]], parts: Parts) -> bool:
+    """Whether these norms of the updated state by site are finite."""
+    if not unread:
+        return True
+    norms = _norms(reductions.read(unread), {site: parts.by_site[site] for site in unread})
+    return all(map(math.isfinite, norms.values()))
+
+
 def _verdict(
     observed: Observed,
     read: Mapping[str, Sequence[float]],

@@ -32,6 +32,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch.execution import StepRun
 from keras_nanguard._backends.torch.intercept import Intercept
+from keras_nanguard._backends.torch.judging import are_finite
 from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
 from keras_nanguard._core.verdict import Report, Verdict
 
@@ -165,6 +166,12 @@ class Transaction(StepFacts):
         if isinstance(previous.learned, Learned):  # else no step has run
             last = previous.learned
             self.learned = replace(self.learned, unread=last.unread, replacements=last.replacements)
+
+    def has_left_bad(self) -> bool:
+        """Judge the last update, if that is left to the next step; return whether it is bad."""
+        last, self.learned = self.learned, replace(self.learned, unread={})
+        is_current = last.replacements == self.run.replacements
+        return is_current and not are_finite(last.unread, self.parts)
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

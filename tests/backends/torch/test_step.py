@@ -565,6 +565,35 @@ class Once(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(ops.equal(step, self.bad), 3e38, 0.01)
 
 
+@pytest.mark.parametrize("kind", ["fit", "loop"])
+def test_the_last_update_that_overflows(away, kind):
+    """No step follows that could judge it: the end of the epoch or of the loop does."""
+    guard, net = NanGuard(verbose=0, diagnose=False), nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad()
+        (100.0 * net(x).square().mean()).backward()
+        optimizer.step()
+
+    if kind == "fit":
+        data = zoo.regression(batches=12)
+        data.y[-zoo.BATCH :] = 100.0
+        run = zoo.run(lambda: zoo.plain(keras.optimizers.SGD(Once(11)), dropout=False), data, guard=guard, epochs=1)
+        left = run.model.get_weights()
+    else:
+        with guard.watch(net, optimizer):
+            run = guard.step(step)
+            for number in range(12):
+                optimizer.param_groups[0]["lr"] = 3e38 if number == 11 else 1e-3
+                run(torch.randn(8, 6))
+        left = [net.weight.detach().numpy(), net.bias.detach().numpy()]
+    assert all(np.isfinite(weight).all() for weight in left)
+    incident = guard.incidents[0]
+    assert incident.step == 11 and incident.sites == ("weights",) and not incident.refused
+    assert "rollback" in incident.changes
+
+
 def test_weights_whose_decay_overflows_a_slot(away):
     """A second moment that becomes infinite by weight decay is found at once, also if the norm of
     the weights is read with the verdict of the next step.
