@@ -31,7 +31,6 @@ def facts(model, optimizers=None, note_created=lambda tensor, value: None, refus
         model=model,
         refuses=refuse,
         agreement=Agreement(),
-        replacements=0,
         note_created=note_created,
         read_train_state=lambda: TrainState.of(model, optimizers),
     )

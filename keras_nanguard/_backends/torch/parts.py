@@ -54,8 +54,8 @@ class Learned(interface.Learned):
         steps: their number.
         stale: whether the train state has to be read again before the next one.
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
-            read with the verdict of the next step, unless there were more `replacements` until then
-            (see `Run`).
+            read with the verdict of the next step. If one is not finite, the tensors decide, which
+            an action may have replaced until then.
         continues: whether the body continues after its first update in a way that can make the step
             bad: with another update, loss or statistic, or because its loss is known at its end
             only; or in a way in which it must not wait for other processes before. `None` until all
@@ -73,7 +73,6 @@ class Learned(interface.Learned):
     continues: bool | None = None
     updated_by: frozenset[int] = frozenset()
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    replacements: int = 0
     adds_to_gradients: bool | None = None
     uncounted: Mapping[int, Any] = field(default_factory=dict)
 

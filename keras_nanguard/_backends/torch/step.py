@@ -124,9 +124,6 @@ class Transaction(StepFacts):
         return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
-        replacements = self.run.replacements
-        if replacements != self.learned.replacements:  # by a rollback, for instance
-            self.learned = replace(self.learned, unread={}, replacements=replacements)
         learned = self.learned
         replaced = self._current_optimizer is not self._optimizer
         if replaced:
@@ -164,14 +161,12 @@ class Transaction(StepFacts):
 
     def follow(self, previous: interface.Transaction) -> None:
         if isinstance(previous.learned, Learned):  # else no step has run
-            last = previous.learned
-            self.learned = replace(self.learned, unread=last.unread, replacements=last.replacements)
+            self.learned = replace(self.learned, unread=previous.learned.unread)
 
     def has_left_bad(self) -> bool:
         """Judge the last update, if that is left to the next step; return whether it is bad."""
         last, self.learned = self.learned, replace(self.learned, unread={})
-        is_current = last.replacements == self.run.replacements
-        return is_current and not are_finite(last.unread, self.parts)
+        return not are_finite(last.unread, self.parts)
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None
@@ -186,4 +181,4 @@ class Transaction(StepFacts):
 
     def release_run(self) -> None:
         self.given = None
-        self.learned = replace(self.learned, unread={}, replacements=0)
+        self.learned = replace(self.learned, unread={})

@@ -375,19 +375,19 @@ def test_a_weight_that_becomes_nan_by_hand_before_its_update(good):
     assert not step.verdict.refused and not same(state(model), before)
 
 
-def test_after_an_action_has_replaced_the_state_the_next_step_still_judges_the_last_update(away):
-    """Norms that are still on the device are dropped once, for the state that was replaced."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_next_step_judges_the_last_update_on_a_device(away, replaced):
+    """Unless an action has replaced the state since."""
     model = network()
     step = alone(model)
     for _ in range(4):
         step((X, Y))
-    step.run.replacements += 1
-    for _ in range(2):
-        step((X, Y))
-    assert step.verdict.finite
+    before = [(v, ops.convert_to_numpy(v).copy()) for v in (*model.variables, *model.optimizer.variables)]
     model.optimizer.learning_rate = 3e38
     step((X, Y))
     assert step.verdict.finite, "its update is not read yet"
+    for variable, value in before if replaced else ():
+        variable.assign(value)
     step((X, Y))
-    (report,) = step.take_reports()
-    assert not math.isfinite(step.verdict.slots) and report.left_by_previous
+    assert step.verdict.refused != replaced and math.isfinite(step.verdict.slots) == replaced
+    assert [report.left_by_previous for report in step.take_reports()] == [True] * (not replaced)
