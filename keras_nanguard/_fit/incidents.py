@@ -170,8 +170,7 @@ class Incidents:
         """Count a refused step, and raise its incident unless it is an ordinary overflow."""
         run, step = self._run, self._run.step
         run.counts.refuse()
-        of_batch = _in_batch(report, run.model)
-        refusal = self._classify(verdict, report, bool(of_batch))
+        refusal = self._classify(verdict, report)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             self.handle(self._incident(run.scan(), step - 1, verdict))
@@ -182,33 +181,31 @@ class Incidents:
             run.counts.overflow()
             return
         args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
-        findings = self._findings(verdict, report, of_batch)
+        findings = self._findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recording.refused_rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
         self._next.prepare(incident, step, args, state)
 
-    def _classify(self, verdict: Verdict, report: Report | None, bad_batch: bool) -> Refusal:
+    def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
         """Count the overflows in a row; return why a step was refused, in any of the processes."""
         run = self._run
         by_previous = report is not None and report.left_by_previous
         by_previous |= self._postponed == run.step - 1
         overflows = bool(run.train_state().scales) and verdict.only_gradients
         streak = run.counts.continue_streak(overflows)
-        ordinary = overflows and not bad_batch
+        ordinary = overflows and not _in_batch(report, run.model)
         ordinary = ordinary and is_ordinary(run, streak, verdict.scale)
         by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
             return "left_by_previous"
         return "incident" if incident else "overflow"
 
-    def _findings(
-        self, verdict: Verdict, report: Report | None, of_batch: Sequence[Finding]
-    ) -> list[Finding]:
+    def _findings(self, verdict: Verdict, report: Report | None) -> list[Finding]:
         """Return the findings of a refused step: in its batch, its state and its loss scale."""
         run, scaling = self._run, self._run.policy.loss_scale
-        of_state = run.scan(before=True)
+        of_batch, of_state = _in_batch(report, run.model), run.scan(before=True)
         if of_batch:  # then finite numbers of the state explain nothing, however large they are
             of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
         findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
