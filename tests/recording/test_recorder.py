@@ -127,6 +127,45 @@ class TestRecorder:
         assert len(before) == 1 and not before.steps["undone"][0] and len(made.recording) == 2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_numbers_of_steps_are_those_of_a_list_of_them(seed, tmp_path):
+    """Over random steps, rollbacks, fits and restarts, each of which may lose the last steps."""
+    random, rows, base = np.random.default_rng(seed), [], 0  # of rows: step, status, undone
+
+    def undo(first, again):
+        for row in rows:
+            row[2] |= row[0] >= first and (row[1] == COMMITTED or row[0] in again)
+
+    for process in range(random.integers(1, 4)):
+        made = Recorder(Clock())
+        for fit in range(random.integers(1, 3)):
+            end = max((step for step, _, _ in rows), default=-1) + 1
+            resumed = int(random.integers(end - base + 1)) if process and not fit and random.random() < 0.7 else None
+            made.begin({}, scaled=False, path=tmp_path / "recording.sqlite", resumed=resumed)
+            base = end if resumed is None else base + resumed
+            undo(base, range(base, end))
+            step = 0
+            for _ in range(random.integers(13)):
+                if random.random() < 0.75 or not step:
+                    rows.append([base + step, int(random.choice([COMMITTED, COMMITTED, REFUSED, OVERFLOW])), False])
+                    made.push(step, 1.0, 1.0, 1.0, rows[-1][1])
+                    step += 1
+                else:
+                    to, whole = int(random.integers(step + 1)), step
+                    again = [n for n in range(to, whole) if random.random() < 0.5]
+                    made.undo(to, frozenset(again))
+                    undo(base + to, [base + n for n in again])
+                    step = to if random.random() < 0.5 else step
+            made.end("finished", step, 0)
+    found = Recording.read(tmp_path)
+    assert [*zip(*(found.steps[name].tolist() for name in ("step", "status", "undone")))] == [*map(tuple, rows)]
+    refused = [(status, undone) for _, status, undone in rows if status != COMMITTED]
+    lost = sum(undone for _, undone in refused)
+    overflows = sum(status == OVERFLOW and not undone for status, undone in refused)
+    assert run_of(found).totals[1:] == (len(refused) - lost, overflows, lost)
+
+
+
 class TestRecording:
     def test_series_of_all_steps_together(self):
         """Ascending, without values that are not finite; points have a lower and an upper value."""
