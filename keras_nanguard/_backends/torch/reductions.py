@@ -120,5 +120,14 @@ def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
 
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return the number of NaN, of infinite, and of all entries of each tensor."""
-    return [finiteness.counts(keras_variables.dense(tensor)) for tensor in tensors]
+    """Return the number of NaN, of infinite, and of all entries of each tensor, with one read of
+    the device.
+    """
+    strided = [(str(n), t) for n, t in enumerate(tensors) if t.layout == torch.strided]
+    away = {name: _dense(tensor.detach()) for name, tensor in strided if is_away([tensor])}
+    bad = read({name: [t.isnan().sum(), t.isinf().sum()] for name, t in away.items()})
+    found = {name: (int(nan), int(inf), away[name].numel()) for name, (nan, inf) in bad.items()}
+    return [
+        found.get(str(n)) or finiteness.counts(keras_variables.dense(tensor))
+        for n, tensor in enumerate(tensors)
+    ]

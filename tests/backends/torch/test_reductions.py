@@ -38,6 +38,22 @@ def of_every_kind(layout):
     return made
 
 
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+def test_counts_on_a_device_are_those_of_the_host(layout, monkeypatch):
+    """They are read at once; no tensor is copied to the host."""
+    given = of_every_kind(layout)
+    for number, tensor in enumerate(given):
+        if reductions.is_inexact(tensor) and tensor.numel() and tensor.layout == torch.strided:
+            first = tensor.detach()[..., :1] if tensor.ndim else tensor
+            first.fill_(float("nan" if number % 2 else "-inf"))
+    expected, copied, real = reductions.counts(given), [], torch.Tensor.cpu
+    assert sum(nan + inf for nan, inf, _ in expected) > 10
+    monkeypatch.setattr(reductions, "is_away", lambda tensors: True)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor) or real(tensor))
+    assert reductions.counts(given) == expected
+    assert len(copied) <= (layout == "sparse")
+
+
 def test_numbers_on_the_cpu_are_not_moved_to_the_device_of_others(monkeypatch):
     """Each move would wait for the device, as for the step counts of torch's Adam."""
     near, scalars, moved = torch.tensor([1.0, 2.0]), list(torch.tensor([3.0, 4.0])), []
