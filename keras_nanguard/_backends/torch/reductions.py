@@ -25,7 +25,7 @@ from keras_nanguard._keras import variables as keras_variables
 LARGE = 1 << 17
 """Elements from which a tensor on a CPU is read with `dot`."""
 
-SUM_LIMIT = 2.0**1000
+REPLACEMENT = 2.0**1000
 """Replacement of a sum that has overflowed over finite entries. A few of them still add up to a
 finite number.
 """
@@ -97,7 +97,7 @@ def _exact(number: float, tensors: Iterable[Any], power: int) -> float:
     if not all(bool(torch.isfinite(row).all()) for row in rows):
         return number
     exact = sum(float((row.double() ** power).sum()) for row in rows) / power
-    return exact if abs(exact) < SUM_LIMIT else math.copysign(SUM_LIMIT, exact)
+    return exact if abs(exact) < REPLACEMENT else math.copysign(REPLACEMENT, exact)
 
 
 def is_away(scalars: Iterable[Any]) -> bool:
