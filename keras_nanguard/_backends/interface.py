@@ -119,6 +119,10 @@ class Transaction:
         """Start with what another transaction for the same body has learned."""
         self.learned = other.learned
 
+    def has_left_bad(self) -> bool:
+        """Judge the last update, if that is left to the next step; return whether it is bad."""
+        return False
+
     def follow(self, previous: Transaction) -> None:
         """Continue after a step of the transaction of another function of the loop."""
 

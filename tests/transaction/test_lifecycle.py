@@ -305,6 +305,14 @@ def test_data_are_released(guarded, bad):
         gc.enable()
 
 
+def test_an_evaluation_before_the_first_step():
+    """By a guard of its own; then the validation of a fit."""
+    model, data = zoo.plain(), zoo.regression(batches=3)
+    assert np.isfinite(model.evaluate(*data.all, verbose=0, callbacks=[NanGuard(verbose=0)])).all()
+    model.fit(*data.all, validation_data=data.all, verbose=0, callbacks=[guard := NanGuard(verbose=0)])
+    assert guard.incidents == [] and left_behind(model) == set()
+
+
 def test_a_model_is_its_own_again_if_its_step_cannot_be_kept(monkeypatch):
     """The fit ends with that error; the next one is not guarded, and its run has ended."""
 

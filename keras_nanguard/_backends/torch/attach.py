@@ -23,7 +23,6 @@ class _JudgedLate(StateAccess):
     """Host access to a step whose update may be judged later, see `judging.read_update`."""
 
     session: Session
-    transaction: step.Transaction
 
     def resolve_pending(self) -> None:
         if self.transaction.has_left_bad():

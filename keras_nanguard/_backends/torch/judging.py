@@ -208,8 +208,6 @@ def _norms(
 
 def are_finite(unread: Mapping[str, Sequence[Any]], parts: Parts) -> bool:
     """Whether these norms of the updated state by site are finite."""
-    if not unread:
-        return True
     norms = _norms(reductions.read(unread), {site: parts.by_site[site] for site in unread})
     return all(map(math.isfinite, norms.values()))
 

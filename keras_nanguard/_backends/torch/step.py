@@ -164,9 +164,8 @@ class Transaction(StepFacts):
             self.learned = replace(self.learned, unread=previous.learned.unread)
 
     def has_left_bad(self) -> bool:
-        """Judge the last update, if that is left to the next step; return whether it is bad."""
-        last, self.learned = self.learned, replace(self.learned, unread={})
-        return not are_finite(last.unread, self.parts)
+        unread, self.learned = self.learned.unread, replace(self.learned, unread={})
+        return bool(unread) and not are_finite(unread, self.read_parts())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

@@ -375,6 +375,16 @@ def test_a_weight_that_becomes_nan_by_hand_before_its_update(good):
     assert not step.verdict.refused and not same(state(model), before)
 
 
+def test_a_step_that_was_created_again_judges_the_last_update_on_a_device(away):
+    model = network()
+    step, again = alone(model), alone(model)
+    for rate in (0.1, 0.1, 0.1, 3e38):
+        model.optimizer.learning_rate = rate
+        step((X, Y))
+    again.inherit(step)
+    assert again.has_left_bad() and not again.has_left_bad() and not alone(model).has_left_bad()
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_next_step_judges_the_last_update_on_a_device(away, replaced):
     """Unless an action has replaced the state since."""
