@@ -4,7 +4,8 @@ Private names of Keras:
 
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
   called.
-- ``Model._compile_loss``: the loss that `compile` was given.
+- ``Model._compile_loss``, ``Model._compile_metrics``: the loss and the metrics that `compile` was
+  given.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
   has a method for each.
 """
@@ -36,6 +37,25 @@ def trains_by_compiled_loss(model: Any) -> bool:
         and not _overridden(own, "compute_loss")
         and getattr(model, "_compile_loss", None) is not None
     )
+
+
+def build_metrics(model: Any, targets: Any, outputs: Any) -> None:
+    """Build the metrics that `compile` was given, those of its losses included, as the first step
+    does. Then that step creates no variables, and is traced once.
+
+    Args:
+        model: the model.
+        targets, outputs: symbolic targets and outputs of a step.
+
+    Raises:
+        ValueError: if they do not fit, as in the first step.
+    """
+    loss, metrics = model._compile_loss, model._compile_metrics
+    if loss is not None and not loss.built:
+        with keras.name_scope(loss.name):
+            loss.build(targets, outputs)
+    if metrics is not None and not metrics.built:
+        metrics.build(targets, outputs)
 
 
 def _overridden(own: type, name: str) -> bool:

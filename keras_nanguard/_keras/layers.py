@@ -238,6 +238,14 @@ def output_names(model: Any) -> list[str]:
     return [keys.get(id(t), str(t._keras_history.operation.name)) for t in tensors]
 
 
+def symbolic_outputs(model: Any) -> Any:
+    """Return the symbolic outputs of a functional or sequential model, as its call returns them;
+    `None` for another one.
+    """
+    graph = model._functional if isinstance(model, keras.Sequential) else model
+    return graph._outputs_struct if isinstance(graph, Function) else None
+
+
 def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the flat outputs of a model with their names; `output_2` for one without a name."""
     names = output_names(model)

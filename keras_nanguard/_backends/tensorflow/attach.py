@@ -22,6 +22,7 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
+    layers as keras_layers,
     optimizers as keras_optimizers,
 )
 
@@ -139,7 +140,10 @@ class ModelAttachment(_Traced, attach.Attachment):
         if not (mode.eager or mode.spread_out):
             self._build_optimizer()
         function = self._made_by_keras(jit_compile=False)
-        return OneStepFunction(transaction, mode.eager) if mode.host_takes else function
+        if not mode.host_takes:
+            return function
+        model = self.model if self._stock else None
+        return OneStepFunction(transaction, mode.eager, model)
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace, with the trainable weights with which Keras has traced it."""
@@ -222,10 +226,11 @@ class OneStepFunction:
     Args:
         step: the train step, `step(data) -> outputs`.
         eager: whether it runs eagerly.
+        model: the model, if the step is Keras' own.
     """
 
-    def __init__(self, step: Callable[[Any], Any], eager: bool):
-        self._eager = eager
+    def __init__(self, step: Callable[[Any], Any], eager: bool, model: Any):
+        self._eager, self._model = eager, model
         self._function: Any = step
         if not eager:
             written = tf.autograph.experimental.do_not_convert(step)
@@ -239,6 +244,8 @@ class OneStepFunction:
             return self._function(data)
         if self._iterator() is not iterator:
             spec = keras.tree.map_structure(_present, iterator.element_spec)
+            if self._model is not None:
+                _build_metrics(self._model, spec)
             self._trace = self._function.get_concrete_function(spec)
             self._iterator = weakref.ref(iterator)
         return self._trace(data)
@@ -246,6 +253,17 @@ class OneStepFunction:
     def again(self, data: Any) -> Any:
         """Run the step on an earlier batch."""
         return (self._trace or self._function)(data)
+
+
+def _build_metrics(model: Any, spec: Any) -> None:
+    """Build the metrics of a model for batches like this, as `_build_optimizer` the optimizer."""
+    outputs = keras_layers.symbolic_outputs(model)
+    targets = keras.utils.unpack_x_y_sample_weight(spec)[1]
+    leaves = tf.nest.flatten(targets)
+    if outputs is not None and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
+        symbolic = [keras.KerasTensor(leaf.shape, leaf.dtype.name) for leaf in leaves]
+        packed_targets = keras.tree.pack_sequence_as(targets, symbolic)
+        keras_compiled.build_metrics(model, packed_targets, outputs)
 
 
 def _taken(iterator: Any) -> Any:

@@ -45,6 +45,7 @@ from keras_nanguard._backends.tensorflow.trace import (
     components,
     packed,
 )
+from keras_nanguard._backends.tensorflow.updates import same_bits
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
 CAPACITY = 256
@@ -90,6 +91,8 @@ class Transaction(TracedStep):
         self.run, self.model = run, run.model if of_trainer else None
         self.jit, self.counted, self.refuse = jit, counted, refuse
         self.adapts_updates = self.adapts_updates and not jit
+        if self.adapts_updates:
+            same_bits()  # creates variables: within a trace, TensorFlow would trace the step twice
         self.take = take
         self.losses = batches.losses_in_logs if of_trainer else batches.scalars
         self.rows = Rows(counted)

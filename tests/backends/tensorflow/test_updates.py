@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from support import zoo
 
+from keras_nanguard import NanGuard
 from keras_nanguard._backends.tensorflow import updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
@@ -273,3 +274,44 @@ def test_one_by_one(size, waits):
     assert all(set(first) <= before(op) for op in (*second, *moments[1:])) == waits
     assert all(set(second) <= before(op) for op in (*third, *moments[2:])) == waits
     assert "update_step" not in vars(optimizer)
+
+
+def _one_output(metrics):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=metrics, weighted_metrics=metrics)
+    return model, np.arange(32) % 3
+
+
+def _two_outputs():
+    inputs = keras.Input((4,))
+    heads = {"number": keras.layers.Dense(1, name="number"), "share": keras.layers.Dense(2, "softmax", name="share")}
+    model = keras.Model(inputs, {name: head(inputs) for name, head in heads.items()})
+    losses = {"share": "categorical_crossentropy", "number": "mse"}
+    model.compile("adam", losses, metrics={"share": ["accuracy"], "number": ["mae"]}, jit_compile=True)
+    return model, {"share": np.eye(2)[np.arange(32) % 2], "number": np.ones((32, 1))}
+
+
+FIRST = {
+    "accuracy": lambda: _one_output(["accuracy", "sparse_categorical_crossentropy"]),
+    "none": lambda: _one_output(None),
+    "two outputs": _two_outputs,
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_step_is_traced_once(name):
+    """Everything that creates variables runs before; they have Keras' names, and the logs its numbers."""
+    found = []
+    for guards in ([], [NanGuard(verbose=0, logs=False)]):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        updates.same_bits.cache_clear()
+        (model, y), traces = FIRST[name](), []
+        real = model.compute_loss
+        model.compute_loss = lambda *a, real=real, traces=traces, **k: (traces.append(0), real(*a, **k))[1]
+        history = model.fit(np.ones((32, 4), "float32"), y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=guards)
+        paths = [variable.path for variable in (*model.variables, *model.metrics_variables)]
+        found.append((len(traces), paths, zoo.plain_logs(history.history), model.get_weights()))
+    (plain, *expected, weights), (guarded, *received, own) = found
+    assert guarded == 1 <= plain and received == expected
+    assert all(map(np.array_equal, own, weights))
