@@ -1,11 +1,14 @@
-"""The arrays of a batch by their roles."""
+"""The arrays of a batch by their roles, and the replay of a step on them."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
+from keras import layers
 
 from keras_nanguard._backends.shared import batches
+from keras_nanguard._backends.shared.replay import ReplayableStep
 
 ONE, OTHER = np.ones((2, 3), "float32"), np.zeros((2, 3), "float32")
 
@@ -27,3 +30,13 @@ def test_arrays_and_tensors_stay_what_they_are():
     assert isinstance(changed["a"], np.ndarray) and keras.ops.is_tensor(changed["b"])
     assert float(changed["a"][0, 0]) == float(changed["b"][0, 0]) == 2.0
     assert (changed["c"], changed["d"]) == ("text", None)
+
+
+@pytest.mark.parametrize("dtype, explodes", [("float32", True), ("float64", False)])
+def test_the_sum_of_squares_overflows_in_its_own_dtype(dtype, explodes):
+    """A replay without its update reports gradients of 1e20 in float32 only."""
+    model = keras.Sequential([keras.Input((4,), dtype=dtype), layers.Dense(1, dtype=dtype)])
+    model.compile("sgd", lambda y, prediction: 1e20 * (prediction - y))
+    x = keras.ops.convert_to_tensor(np.ones((8, 4)), dtype)
+    run = ReplayableStep.of(model, [model.optimizer]).run([(x, x[:, :1])])
+    assert (run.first, run.finite) == (("gradients", False) if explodes else ("", True))

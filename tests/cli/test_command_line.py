@@ -136,7 +136,7 @@ def test_a_closed_pipe_is_not_an_error(bad):
     command = [sys.executable, "-m", "keras_nanguard", "scan", bad, bad, "--json"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     both = subprocess.run([*command, "missing"], stdout=write, stderr=write)
-    prints = "import sys; sys.stderr.write('of a library'); from keras_nanguard._cli.parser import main; sys.exit(main())"
+    prints = "import runpy, sys; sys.stderr.write('of a library'); runpy.run_module('keras_nanguard', run_name='__main__')"
     more = subprocess.run([sys.executable, "-c", prints, "scan", bad], stdout=write, stderr=write)
     os.close(write)
     assert (done.returncode, done.stderr, both.returncode, more.returncode) == (FOUND, "", MISUSE, FOUND)
