@@ -302,7 +302,7 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
         if any(value is None for _, value in values):
             raise NotDoneError("there is no last good state")
     write_all(values)
-    return Done(f"{len(values)} statistics reset")
+    return Done(f"{times(len(values), 'statistic')} reset")
 
 
 def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
@@ -327,7 +327,7 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
     if any(id(variable) not in first for variable in slots):
         raise NotDoneError("a new optimizer of this configuration has other slots")
     write_all([(variable, first[id(variable)]) for variable in slots])
-    return Done(f"{len(slots)} slots reset")
+    return Done(f"{times(len(slots), 'slot')} reset")
 
 
 def _ended(context: ActionContext, p: Parameters, how: str) -> Done:

@@ -764,7 +764,7 @@ class TestResetSlots:
     def test_bad(self):
         guard = acting({"reset_slots": {"scope": "bad"}}, {"repair": {"source": "last_good"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[3], "inf"))])
-        assert "1 slots reset" in outcomes(guard, "reset_slots")[0][2]
+        assert "1 slot reset" in outcomes(guard, "reset_slots")[0][2]
         assert zoo.bad_entries(run.model) == []
 
 
