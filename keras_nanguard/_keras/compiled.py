@@ -12,6 +12,7 @@ Private names of Keras:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,23 +40,20 @@ def trains_by_compiled_loss(model: Any) -> bool:
     )
 
 
-def build_metrics(model: Any, targets: Any, outputs: Any) -> None:
-    """Build the metrics that `compile` was given, those of its losses included, as the first step
-    does. Then that step creates no variables, and is traced once.
+def build_metrics(model: Any, targets: Any, output: Any) -> None:
+    """Build the metrics that `compile` was given, as the first step does: then that step creates no
+    variables. Does nothing if custom code decides what they receive, or if they do not fit; then
+    the step builds them, or raises.
 
     Args:
-        model: the model.
-        targets, outputs: symbolic targets and outputs of a step.
-
-    Raises:
-        ValueError: if they do not fit, as in the first step.
+        model: a model with one output.
+        targets, output: its symbolic targets and output.
     """
-    loss, metrics = model._compile_loss, model._compile_metrics
-    if loss is not None and not loss.built:
-        with keras.name_scope(loss.name):
-            loss.build(targets, outputs)
-    if metrics is not None and not metrics.built:
-        metrics.build(targets, outputs)
+    metrics, hooks = model._compile_metrics, ("call", "compute_loss", "compute_metrics")
+    custom = any(name in vars(model) or _overridden(type(model), name) for name in hooks)
+    if metrics is not None and not metrics.built and not custom:
+        with contextlib.suppress(Exception):
+            metrics.build(targets, output)
 
 
 def _overridden(own: type, name: str) -> bool:

@@ -256,14 +256,16 @@ class OneStepFunction:
 
 
 def _build_metrics(model: Any, spec: Any) -> None:
-    """Build the metrics of a model for batches like this, as `_build_optimizer` the optimizer."""
-    outputs = keras_layers.symbolic_outputs(model)
+    """Build the metrics of a model with one output for batches like this, as `_build_optimizer`
+    builds the optimizer. Those of several outputs are built in the step, which is traced twice
+    then, as without a guard.
+    """
+    output = keras_layers.symbolic_outputs(model)
     targets = keras.utils.unpack_x_y_sample_weight(spec)[1]
-    leaves = tf.nest.flatten(targets)
-    if outputs is not None and all(isinstance(leaf, tf.TensorSpec) for leaf in leaves):
-        symbolic = [keras.KerasTensor(leaf.shape, leaf.dtype.name) for leaf in leaves]
-        packed_targets = keras.tree.pack_sequence_as(targets, symbolic)
-        keras_compiled.build_metrics(model, packed_targets, outputs)
+    known = isinstance(targets, tf.TensorSpec) and targets.shape.rank is not None
+    if known and isinstance(output, keras.KerasTensor):
+        symbolic = keras.KerasTensor(targets.shape, targets.dtype.name)
+        keras_compiled.build_metrics(model, symbolic, output)
 
 
 def _taken(iterator: Any) -> Any:
