@@ -26,7 +26,7 @@ SPREADS = ("variance", "stddev")
 
 STARTS = {
     **dict.fromkeys(("moving_variance", "running_variance", "moving_stddev"), 1.0),
-    **dict.fromkeys(("renorm_stddev", "variance", "gamma"), 1.0),
+    **dict.fromkeys(("renorm_stddev", "variance", "gamma", "scale"), 1.0),
     **dict.fromkeys(("moving_mean", "running_mean", "renorm_mean", "mean", "beta", "bias"), 0.0),
 }
 """Where variables start if nothing else is configured."""

@@ -31,6 +31,7 @@ from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.loading import refuse_code_in_hdf5
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
@@ -177,7 +178,8 @@ def _prepared(found: Bundle, model: Any) -> ReplayableStep:
     step = ReplayableStep.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
     # A variable that the bad step itself created (a slot, in the first step) is in no bundle.
     for variable, array in _pairs(found.state, step) if found.state else ():
-        if tuple(array.shape) != tuple(variable.shape):
+        fits = tuple(array.shape) == tuple(variable.shape) or resizable(variable)
+        if not fits:
             raise _another(f"{variable.path} of shape {tuple(array.shape)}", tuple(variable.shape))
         keras_variables.write(variable, array)
     return step

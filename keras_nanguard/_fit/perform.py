@@ -258,18 +258,20 @@ def _repair(context: ActionContext, p: Parameters) -> Done:
     if not bad:
         raise NotDoneError("no entry is bad")
     good = _source(context, source, bad)
-    missing = [v.path for v in bad if good.get(id(v)) is None]
-    if missing:
-        raise NotDoneError(f"{', '.join(missing)}: no value in source={source!r}")
+    missing = ", ".join(v.path for v in bad if good.get(id(v)) is None)
+    known = [v for v in bad if good.get(id(v)) is not None]
+    if not known:
+        raise NotDoneError(f"{missing}: no value in source={source!r}")
     count, repaired = 0, []
-    for variable in bad:
+    for variable in known:
         value = keras_variables.read(variable)
         places = ~np.isfinite(finiteness.widen(value))
         value[places] = np.asarray(good[id(variable)])[places]
         repaired.append((variable, value))
         count += int(places.sum())
     write_all(repaired)
-    return Done(f"{count} entries of {', '.join(v.path for v in bad)} from {source}")
+    left = f"; no value for {missing}" if missing else ""
+    return Done(f"{count} entries of {', '.join(v.path for v in known)} from {source}{left}")
 
 
 def _source(context: ActionContext, source: str, variables: list[Any]) -> dict[int, Any]:

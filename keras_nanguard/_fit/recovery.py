@@ -268,7 +268,7 @@ class Recovery:
 
 # State that outlives the fit
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON format of a `GuardState`."""
 
 Pair = tuple[Whole, Whole]

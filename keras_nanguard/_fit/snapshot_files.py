@@ -38,6 +38,7 @@ from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
 
@@ -259,7 +260,8 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
 
 def signature(variables: Iterable[Any]) -> str:
     """Return a hash that is the same for two models if the state of one fits the other."""
-    text = ";".join(f"{tuple(v.shape)} {v.dtype}" for v in variables)
+    shapes = ((None if resizable(v) else tuple(v.shape), v) for v in variables)
+    text = ";".join(f"{shape} {v.dtype}" for shape, v in shapes)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

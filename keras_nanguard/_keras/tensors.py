@@ -4,7 +4,7 @@ parameters of models of torch, slots of optimizers of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,13 +25,18 @@ class TensorVariable:
     Args:
         held: what holds the tensor, under `key`; a module may replace a buffer in each call, or
             delete it. Then the last one stays.
+        key: its key.
+        path: its path.
+        resizable: whether it may get another shape, as the buffer of a module.
 
     Attributes:
         path, name: its name in the module or optimizer.
     """
 
-    def __init__(self, held: Mapping[Any, Any], key: Any, path: str):
-        self._held, self._key, self.path = held, key, path
+    def __init__(
+        self, held: MutableMapping[Any, Any], key: Any, path: str, resizable: bool = False
+    ):
+        self._held, self._key, self.path, self.resizable = held, key, path, resizable
         self._last = held[key]
         self.name = path.rpartition(".")[2].replace("running_var", "running_variance")
 
@@ -61,7 +66,16 @@ class TensorVariable:
         return tuple(self.value.shape)
 
     def assign(self, value: Any) -> None:
-        keras_variables.write_tensor(self.value.detach(), keras.ops.convert_to_tensor(value))
+        now, tensor = self.value, keras.ops.convert_to_tensor(value)
+        if self.resizable and tensor.shape != now.shape:
+            self._held[self._key] = tensor.to(device=now.device, dtype=now.dtype)
+        else:
+            keras_variables.write_tensor(now.detach(), tensor)
+
+
+def resizable(variable: Any) -> bool:
+    """Whether a variable may get a value of another shape."""
+    return getattr(variable, "resizable", False)
 
 
 class Variables(dict[Any, TensorVariable]):
@@ -73,8 +87,10 @@ class Variables(dict[Any, TensorVariable]):
             known = self[id(tensor)] = TensorVariable({0: tensor}, 0, path)
         return known
 
-    def at(self, held: dict[str, Any], key: str, path: str) -> TensorVariable:
-        return self.setdefault((id(held), key), TensorVariable(held, key, path))
+    def at(self, held: Any, key: str, path: str) -> TensorVariable:
+        if not isinstance(held, dict):  # of a scripted module, which does not replace its buffers
+            return self.of(held[key], path)
+        return self.setdefault((id(held), key), TensorVariable(held, key, path, resizable=True))
 
 
 _BUFFERS: WeakKeyDictionary[Any, Variables] = WeakKeyDictionary()
@@ -84,7 +100,8 @@ _BUFFERS: WeakKeyDictionary[Any, Variables] = WeakKeyDictionary()
 def buffers_of(layers: Sequence[Any]) -> tuple[list[TensorVariable], list[Any]]:
     """Return the buffers of modules of torch within these layers, such as the statistics of a
     `torch.nn.BatchNorm1d` in a `TorchModuleWrapper`: variables for those that belong to the state
-    of their module, and the tensors registered with `persistent=False`, whose shape may change.
+    of their module, and the tensors registered with `persistent=False`, or that NumPy has no arrays
+    for.
     """
     variables: dict[int, TensorVariable] = {}
     passing: list[Any] = []
@@ -94,7 +111,7 @@ def buffers_of(layers: Sequence[Any]) -> tuple[list[TensorVariable], list[Any]]:
             for key, tensor in module._buffers.items():
                 if tensor is None:
                     continue
-                if key in module._non_persistent_buffers_set:
+                if key in module._non_persistent_buffers_set or not _is_array(tensor):
                     passing.append(tensor)
                 elif id(tensor) not in variables:
                     inner = filter(None, prefix.split("."))
@@ -102,3 +119,11 @@ def buffers_of(layers: Sequence[Any]) -> tuple[list[TensorVariable], list[Any]]:
                     known = _BUFFERS.setdefault(module, Variables())
                     variables[id(tensor)] = known.at(module._buffers, key, path)
     return list(variables.values()), passing
+
+
+def _is_array(tensor: Any) -> bool:
+    """Whether NumPy has arrays like this tensor."""
+    special = tensor.is_quantized or tensor.is_meta or tensor.is_inference()
+    kinds = ("float8", "float4", "bits")
+    dense = str(tensor.layout) == "torch.strided"
+    return dense and not special and not any(kind in str(tensor.dtype) for kind in kinds)

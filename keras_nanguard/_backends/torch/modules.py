@@ -64,9 +64,10 @@ def modules_of(model: Any) -> Iterator[Any]:
 
 
 def buffers_of(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return `(dict of the module, name, current tensor)` for each buffer of a model."""
+    """Return `(dict of the module, name, tensor)` for each buffer that a model may replace."""
     held = [module._buffers for module in modules_of(model)]
-    return [(buffers, *item) for buffers in held for item in buffers.items()]
+    replaceable = [buffers for buffers in held if isinstance(buffers, dict)]  # not if scripted
+    return [(buffers, *item) for buffers in replaceable for item in buffers.items()]
 
 
 class TorchModule:
@@ -87,11 +88,12 @@ class TorchModule:
             if derives_from(module, "FSDPModule"):
                 module.reshard()
         places = {id(tensor): (held, key) for held, key, tensor in buffers_of(self)}
-        buffers = [(name, places[id(tensor)]) for name, tensor in self.of.named_buffers()]
-        return [
-            *(self._known.of(tensor, name) for name, tensor in self.of.named_parameters()),
-            *(self._known.at(*place, name) for name, place in buffers),
+        known, weights = self._known, self.of.named_parameters()
+        buffers = [
+            known.at(*places[id(t)], name) if id(t) in places else known.of(t, name)
+            for name, t in self.of.named_buffers()
         ]
+        return [*(known.of(tensor, name) for name, tensor in weights), *buffers]
 
     @property
     def trainable_variables(self) -> list[TensorVariable]:

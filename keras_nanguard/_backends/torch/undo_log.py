@@ -61,7 +61,7 @@ class Kept:
     def differs(self) -> bool:
         """Whether it has, or may have, other bits now, which takes a pass over it."""
         now, kind = self.tensor.detach(), _BITS.get(self.tensor.dtype.itemsize)
-        if kind is None or now.layout != torch.strided:
+        if kind is None or now.layout != torch.strided or now.is_quantized:
             return True
         return not torch.equal(now.view(kind), self.value.view(kind))
 
