@@ -66,8 +66,11 @@ def _explained(error: Exception, new: str | None) -> Exception:
     if isinstance(error, ModuleNotFoundError) and (text := no_backend(error)):
         return NanGuardError(text)
     if isinstance(error, OSError):
-        failed = " cannot be written" if error.filename == new else ""
-        place = f"{error.filename}{failed}: " if error.filename else ""
+        from keras_nanguard._core.atomic_files import BESIDE
+
+        name = str(error.filename or "")
+        is_output = bool(new) and (name == new or BESIDE in name)  # or its temporary file
+        place = f"{new} cannot be written: " if is_output else f"{name}: " if name else ""
         return NanGuardError(f"{place}{str(error.strerror or error).rstrip('.')}.")
     failed = f"the command failed, {type(error).__name__}: {error}"
     return NanGuardError(f"{failed} (python -X dev shows where)")

@@ -81,6 +81,13 @@ def test_a_missing_folder_is_named_as_the_user_named_it(tmp_path, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_an_output_in_a_file_is_named_as_the_user_named_it(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "run.html"
+    assert main(["report", str(recorded(tmp_path)), "-o", str(path)]) == 2
+    assert f"keras-nanguard: {path} cannot be written: " in capsys.readouterr().err
+
+
 @pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 def test_a_recording_is_enough(tmp_path, capsys):
     """A healthy loop has no log, a copied recording neither: incidents are among the events."""
