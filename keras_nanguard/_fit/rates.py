@@ -214,7 +214,8 @@ class Rate:
         elif self.plain and not math.isclose(self.value, done.rate or 0.0, rel_tol=1e-6):
             return
         self._left, self._absolute = done.rate, done.absolute
-        self._own = math.nan if done.rate is None else done.rate / done.factor
+        lowered = done.factor * DISTINCT if done.factor < 1 else 1.0
+        self._own = math.nan if done.rate is None else done.rate / lowered
         self.factor = done.factor if self.plain else 1.0
         if done.factor < 1 and not self.plain:
             self._set(done.factor)

@@ -7,6 +7,7 @@ exceed a fixed number of bytes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -300,7 +301,10 @@ def bytes_of(value: Any) -> int:
     count = getattr(shape, "num_elements", None)
     if count is None:
         if not keras_arrays.is_convertible(value):
-            return int(value.nbytes)
+            size = getattr(value, "nbytes", None)
+            if size is None:  # a table of pandas, a variable of Keras
+                size = 8 * math.prod(shape) if isinstance(shape, tuple) else 0
+            return int(size)
         if hasattr(value, "todense"):
             return bytes_of((value.data, value.indices))
         return int(value._nnz() * (value.element_size() + 8 * value.ndim))  # at most

@@ -444,6 +444,18 @@ class TestLowerLr:
         assert (used[first:] <= np.array(told)[first:, None] + 1e-6).all(), (used, told)
         assert used[-1, -1] == pytest.approx(told[-1], abs=1e-6), "the rate of the callback at the end"
 
+    def test_a_rate_that_returns_in_the_next_fit_is_the_first_one(self):
+        """Exactly, although the lowered one differs a little from that of the factor."""
+        guard, x = acting({"lower_lr": {"factor": 0.1, "recover_after": 6}}), np.ones((4, 1), "float32")
+        model = line(keras.optimizers.SGD(0.8), run_eagerly=True)
+        before = float(model.optimizer.learning_rate.numpy())
+        spoiled = x.copy()
+        spoiled[1] = np.nan
+        model.fit(spoiled, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+        assert float(model.optimizer.learning_rate.numpy()) < 0.1
+        model.fit(np.repeat(x, 5, axis=0), np.repeat(x, 5, axis=0), batch_size=1, verbose=0, callbacks=[guard])
+        assert float(model.optimizer.learning_rate.numpy()) == before
+
     def test_saved_model(self, tmp_path):
         """Saved while the rate is lowered, it loads without this library, with its own schedule."""
         model = line(keras.optimizers.SGD(SCHEDULES["CosineDecay"]()))
