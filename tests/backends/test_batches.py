@@ -32,6 +32,7 @@ def test_arrays_and_tensors_stay_what_they_are():
     assert (changed["c"], changed["d"]) == ("text", None)
 
 
+@pytest.mark.requires_backend("tensorflow", "torch", reason="JAX has no float64 by default")
 @pytest.mark.parametrize("dtype, explodes", [("float32", True), ("float64", False)])
 def test_the_sum_of_squares_overflows_in_its_own_dtype(dtype, explodes):
     """A replay without its update reports gradients of 1e20 in float32 only."""
