@@ -260,8 +260,7 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
 
 def signature(variables: Iterable[Any]) -> str:
     """Return a hash that is the same for two models if the state of one fits the other."""
-    shapes = ((None if resizable(v) else tuple(v.shape), v) for v in variables)
-    text = ";".join(f"{shape} {v.dtype}" for shape, v in shapes)
+    text = ";".join(f"{None if resizable(v) else tuple(v.shape)} {v.dtype}" for v in variables)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -12,9 +12,8 @@ Private names of Keras:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -52,7 +51,7 @@ def build_metrics(model: Any, targets: Any, output: Any) -> None:
     metrics, hooks = model._compile_metrics, ("call", "compute_loss", "compute_metrics")
     custom = any(name in vars(model) or _overridden(type(model), name) for name in hooks)
     if metrics is not None and not metrics.built and not custom:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             metrics.build(targets, output)
 
 

@@ -32,11 +32,7 @@ import numpy as np
 from keras.src.backend.common import masking
 from keras.src.ops.function import Function
 
-from keras_nanguard._core.variable_names import (
-    STARTS,
-    initializer_names,
-    with_unit_forget_bias,
-)
+from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
@@ -95,14 +91,15 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
         return np.zeros(shape)
     owners = (layer for layer in layers if any(v is variable for v in layer.weights))
     owner = next((o for o in owners if variable.path == f"{o.path}/{variable.name}"), None)
-    given = [getattr(owner, name, None) for name in initializer_names(variable.name)]
-    for initializer in filter(None, given):
-        value = keras.initializers.get(initializer)(shape, dtype=variable.dtype)
-        drawn = keras_variables.read_tensor(value)
-        unit_forget = variable.name == "bias" and getattr(owner, "unit_forget_bias", False)
-        return with_unit_forget_bias(drawn) if unit_forget else drawn
-    start = STARTS.get(variable.name)
-    return None if start is None else np.full(shape, start)
+    given = (getattr(owner, name, None) for name in initializer_names(variable.name))
+    initializer = next(filter(None, given), None)
+    if initializer is None:
+        start = STARTS.get(variable.name)
+        return None if start is None else np.full(shape, start)
+    value = keras.initializers.get(initializer)(shape, dtype=variable.dtype)
+    drawn = keras_variables.read_tensor(value)
+    unit_forget = variable.name == "bias" and getattr(owner, "unit_forget_bias", False)
+    return with_unit_forget_bias(drawn) if unit_forget else drawn
 
 
 def operations_of(model: Any) -> list[Any]:
@@ -115,8 +112,14 @@ def graph_operations(layer: Any) -> list[Any]:
     """Return the operations of the graph of a functional or sequential model, layers included; none
     for other layers, which may have attributes of the same name.
     """
+    graph = _graph_of(layer)
+    return [] if graph is None else list(graph.operations)
+
+
+def _graph_of(layer: Any) -> Any:
+    """Return what has the graph of a functional or sequential model; `None` for other layers."""
     graph = layer._functional if isinstance(layer, keras.Sequential) else layer
-    return list(graph.operations) if isinstance(graph, Function) else []
+    return graph if isinstance(graph, Function) else None
 
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
@@ -242,8 +245,8 @@ def symbolic_outputs(model: Any) -> Any:
     """Return the symbolic outputs of a functional or sequential model, as its call returns them;
     `None` for another one.
     """
-    graph = model._functional if isinstance(model, keras.Sequential) else model
-    return graph._outputs_struct if isinstance(graph, Function) else None
+    graph = _graph_of(model)
+    return None if graph is None else graph._outputs_struct
 
 
 def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:

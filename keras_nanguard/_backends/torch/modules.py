@@ -63,11 +63,12 @@ def modules_of(model: Any) -> Iterator[Any]:
     return iter({id(module): module for owner in owners for module in owner.modules()}.values())
 
 
-def buffers_of(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return `(dict of the module, name, tensor)` for each buffer that a model may replace."""
+def replaceable_buffers(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return `(dict of the module, name, tensor)` for each buffer that a model may replace: not
+    those of a scripted module.
+    """
     held = [module._buffers for module in modules_of(model)]
-    replaceable = [buffers for buffers in held if isinstance(buffers, dict)]  # not if scripted
-    return [(buffers, *item) for buffers in replaceable for item in buffers.items()]
+    return [(b, *item) for b in held if isinstance(b, dict) for item in b.items()]
 
 
 class TorchModule:
@@ -87,7 +88,7 @@ class TorchModule:
         for module in self.of.modules():  # a pass without a backward pass leaves whole parameters
             if derives_from(module, "FSDPModule"):
                 module.reshard()
-        places = {id(tensor): (held, key) for held, key, tensor in buffers_of(self)}
+        places = {id(tensor): (held, key) for held, key, tensor in replaceable_buffers(self)}
         known, weights = self._known, self.of.named_parameters()
         buffers = [
             known.at(*places[id(t)], name) if id(t) in places else known.of(t, name)

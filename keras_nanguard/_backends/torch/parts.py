@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.modules import TorchOptimizer, buffers_of, loose_optimizers
+from keras_nanguard._backends.torch.modules import (
+    TorchOptimizer,
+    loose_optimizers,
+    replaceable_buffers,
+)
 from keras_nanguard._keras import (
     attributes as keras_attributes,
     optimizers as keras_optimizers,
@@ -139,7 +143,7 @@ class Parts:
         """Return attributes of layers and buffers: tensors, or all, which may become tensors."""
         if every:
             layers = self.train_state.layers
-            return [*keras_attributes.attributes_of(layers), *buffers_of(self._model)]
+            return [*keras_attributes.attributes_of(layers), *replaceable_buffers(self._model)]
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
 
 

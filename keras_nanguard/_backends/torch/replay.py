@@ -32,9 +32,9 @@ from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.modules import (
     TorchModule,
-    buffers_of,
     is_sharded,
     loose_optimizers,
+    replaceable_buffers,
 )
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import UndoLog, storage
@@ -314,7 +314,7 @@ class Replay(interface.Replay):
     def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
-        restore_buffers = partial(give_back_tensors, buffers_of(model))
+        restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
         return [restore_buffers, *(o.held() for o in (*known, *loose_optimizers(layers, known)))]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
