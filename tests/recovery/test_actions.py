@@ -655,6 +655,30 @@ class TestRepair:
         assert np.isfinite(seen["variance"][0]) if wanted is None else seen["variance"][0] == wanted
         assert zoo.bad_entries(run.model) == []
 
+    def test_a_variable_whose_initializer_is_not_known(self):
+        """The others are repaired, and it is named."""
+
+        class Own(layers.Layer):
+            def build(self, shape):
+                self.table = self.add_weight(shape=(1,), initializer="ones", name="table")
+
+            def call(self, x):
+                return x * self.table
+
+        def damage(model):
+            for variable in model.trainable_variables:
+                variable.assign(np.full(variable.shape, np.nan))
+
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1, kernel_initializer="ones", name="dense"), Own(name="own")])
+        model.compile("sgd", "mse")
+        guard = acting({"repair": {"source": "initializer"}})
+        x = np.ones((4, 1), "float32")
+        model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[guard, At(s2=damage)])
+        status, detail = outcomes(guard, "repair")[0][1:]
+        own, dense = model.get_layer("own"), model.get_layer("dense")
+        assert status == "done" and detail.startswith("2 entries") and detail.endswith(f"no value for {own.table.path}")
+        assert np.isnan(own.table.numpy()).all() and dense.kernel.numpy() == 1.0 and dense.bias.numpy() == 0.0
+
     def test_slots(self):
         guard = acting({"repair": {"source": "initializer"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[2], "inf"))])
