@@ -288,16 +288,27 @@ class RecentBatches:
         return Rerun(snapshot, tuple(batches), frozenset(refused))
 
 
-def bytes_of(value: Any) -> int:
-    """Return the bytes of the arrays in a structure. Runs in every step."""
+def bytes_of(value: Any, levels: int = 2) -> int:
+    """Return the bytes of the arrays in a structure. Runs in every step.
+
+    Args:
+        value: arrays, and structures or objects of them.
+        levels: how many objects within each other are looked into: a graph keeps its arrays in a
+            store of its own.
+    """
     if isinstance(value, (tuple, list)):
         total = 0
         for part in value:
-            total += bytes_of(part)
+            total += bytes_of(part, levels)
         return total
     shape = getattr(value, "shape", None)
     if shape is None:
-        return sum(map(bytes_of, value.values())) if isinstance(value, Mapping) else 0
+        if isinstance(value, Mapping):
+            return sum(bytes_of(part, levels) for part in value.values())
+        batch = levels and hasattr(value, "__dict__") and not hasattr(value, "state_dict")
+        if not batch or hasattr(value, "trainable_variables"):  # a module, a layer, an optimizer
+            return 0
+        return sum(bytes_of(part, levels - 1) for part in vars(value).values())
     count = getattr(shape, "num_elements", None)
     if count is None:
         if not keras_arrays.is_convertible(value):

@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import keras
+import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core import finiteness
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.layers import (
     class_of,
@@ -214,5 +216,6 @@ def _as_loss(given: Any) -> Any:
 def _array(value: Any) -> NDArray[Any] | None:
     if value is None or not hasattr(value, "shape"):
         return None
-    array = keras_variables.dense(value)
+    array = finiteness.widen(keras_variables.dense(value))
+    array = np.abs(array) if array.dtype.kind == "c" else array
     return array if array.dtype.kind in "fiub" and array.size else None

@@ -58,6 +58,7 @@ def save(text: str, path: Path) -> Path:
     """
     with atomic_files.beside(Path(os.path.realpath(path))) as unfinished:
         unfinished.write_bytes(text.encode("utf-8", "replace"))
+        atomic_files.flush_to_disk(unfinished)
     return path
 
 

@@ -6,6 +6,7 @@ batches must reach the weights of the model before the refused step.
 
 from __future__ import annotations
 
+import types
 from typing import NamedTuple
 
 import keras
@@ -189,13 +190,15 @@ def test_the_bytes_that_are_held_count_and_not_those_of_the_first_batch(mode, se
 
 
 def test_bytes_of_structures():
-    """Composite tensors count by their components; anything but an array as 0."""
+    """Composite tensors and objects count by their parts, anything else and a model as 0."""
     array = np.zeros((3, 4), "float32")
     assert bytes_of((array, [array, None], {"a": array}, 3, "text", ())) == 3 * 48
     assert bytes_of(keras.ops.convert_to_tensor(array)) == 48
     bytes_of(keras.Variable(array))  # is not known on each backend, but raises nothing
     table = type("Table", (), {"shape": (3, 4)})()  # as of pandas
     assert bytes_of((table, type("Odd", (), {"shape": "wide"})())) == 96
+    graph = types.SimpleNamespace(store=types.SimpleNamespace(mapping={"x": array, "edges": [array]}))
+    assert bytes_of(({"graph": graph}, network(), test_bytes_of_structures)) == 2 * 48
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

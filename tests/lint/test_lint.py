@@ -338,6 +338,17 @@ def test_every_keras_application_has_no_hazard(name):
     keras.backend.clear_session()
 
 
+def test_data_of_any_float_dtype_are_checked():
+    """bfloat16, which NumPy knows only by an extension, and complex numbers."""
+    import ml_dtypes
+
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    for dtype, value in ((ml_dtypes.bfloat16, np.nan), (np.complex64, np.inf * 1j)):
+        bad = np.full((4, 2), value, dtype)
+        assert [hazard.code for hazard in lint(model, bad).hazards] == ["data_nonfinite"]
+        assert lint(model, np.zeros((4, 2), dtype)).ok
+
+
 def test_intended_infinite_values_are_not_hazards():
     """Not a mask of -Inf, a NaN marker or metric; but a bad moving variance and slot."""
 

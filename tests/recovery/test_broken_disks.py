@@ -43,6 +43,16 @@ def failing(monkeypatch, code, calls):
     monkeypatch.setattr(os, "fsync", fsync)
 
 
+def test_a_report_that_cannot_be_synced_replaces_nothing(tmp_path, monkeypatch):
+    """A file that is renamed before it is on the disk can be empty after a power failure."""
+    path, guard = tmp_path / "incidents.json", NanGuard(verbose=0)
+    path.write_text("earlier")
+    failing(monkeypatch, errno.EIO, [1])
+    with pytest.raises(OSError, match=str(path)):
+        guard.report(path)
+    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.usefixtures("snapshots_kept")
 def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
