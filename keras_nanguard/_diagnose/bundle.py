@@ -38,6 +38,7 @@ from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.facts import RunView
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
+from keras_nanguard._files.formats.limits import MAX_JSON
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -169,8 +170,10 @@ def _save(path: Path, arrays: Sequence[Array]) -> int:
 
 
 def _configuration(model: Any) -> str:
+    """Return the configuration of a model, `""` if it has none, or one too large to be read."""
     try:
-        return str(model.to_json())
+        text = str(model.to_json())
+        return text if len(text.encode()) <= MAX_JSON else ""
     except Exception:  # noqa: BLE001  a custom model need not have a configuration
         return ""
 

@@ -16,7 +16,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.explain_step import conclude
@@ -84,8 +84,8 @@ class DiagnosisReport:
         return next((row.path for row in getattr(self, mode) if not row.finite), "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"format": FORMAT, **asdict(self)}
+        """Return plain JSON values."""
+        return {"format": FORMAT, **plain(asdict(self))}
 
     def __repr__(self) -> str:
         return f"DiagnosisReport(ok={self.ok}, {self.diagnosis!r})"
@@ -135,7 +135,7 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Di
     if not isinstance(model, keras.Model):
         raise no_model(model, "diagnose {path} --data FILE")
     try:
-        data = tuple(tensors(part) for part in (x, y, sample_weight) if part is not None)
+        data = tuple(map(tensors, (x, y, sample_weight)))
     except (TypeError, ValueError) as error:
         kinds = ", ".join(type(p).__name__ for p in (x, y, sample_weight))
         what, received = "x, y and sample_weight as arrays", f"{kinds} ({first_line(error)})"

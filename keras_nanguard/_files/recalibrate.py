@@ -40,8 +40,8 @@ def recalibrate(
     Args:
         model: a built Keras model; nested models are included.
         x: arrays as `fit` takes them (no targets), or an iterable of batches (a `tf.data.Dataset`,
-            a `PyDataset`, a `DataLoader`, a generator); as in `fit`, the first element of a tuple
-            or list is the inputs.
+            a `PyDataset`, a `DataLoader`, a generator, a list of tuples or lists); as in `fit`, the
+            first element of a tuple or list is the inputs.
         steps: number of batches to run; all by default.
         batch_size: size of the batches into which arrays are split.
         only: shell pattern or patterns; only BatchNormalization layers whose path or name matches
@@ -229,8 +229,10 @@ def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) 
 
 def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs from arrays, or from an iterable of batches."""
-    arrays = keras.tree.flatten(data)
-    if arrays and all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays):
+    arrays, listed = keras.tree.flatten(data), isinstance(data, (list, tuple))
+    are_batches = listed and all(isinstance(item, (list, tuple)) for item in data)
+    are_arrays = all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays)
+    if arrays and are_arrays and not are_batches:
         length, *others = {int(array.shape[0]) for array in arrays}
         if others:
             what, received = "arrays with the same number of rows", f"{(length, *others)} rows"

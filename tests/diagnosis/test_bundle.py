@@ -105,6 +105,14 @@ def test_a_batch_that_cannot_be_read_back_is_omitted_and_reported(tmp_path, monk
         replay(folder)
 
 
+def test_a_configuration_that_cannot_be_read_back_is_omitted(tmp_path, set_limit):
+    set_limit("bytes of the configuration in a bundle", 100)
+    case, incident = written("nan_in_one_input_row", tmp_path)
+    with pytest.raises(BundleError, match="no configuration"):
+        replay(incident.bundle)
+    assert replay(incident.bundle, case.model).result == "bad"
+
+
 def test_a_batch_is_restored_unchanged(tmp_path):
     case, incident = written("inf_in_second_input", tmp_path)
     kept = list(np.load(Path(incident.bundle) / "batch.npz").values())

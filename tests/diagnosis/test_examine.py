@@ -1,6 +1,7 @@
 """A model that already misbehaves is examined in inference and in training mode."""
 
 import contextlib
+import json
 
 import keras
 import mechanisms
@@ -78,6 +79,13 @@ def test_a_bad_row_is_found_without_targets(trained):
     found = diagnose(model, x)
     assert (found.diagnosis.cause, found.diagnosis.samples, found.step) == ("input_nonfinite", (3,), "")
     assert found.first_bad("inference") == "sequential/dense"
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_weights_without_targets_are_not_targets(trained):
+    weights = np.full(32, np.nan, "float32")
+    for y in (None, trained[2]):
+        assert "'y'" not in str(diagnose(trained[0], trained[1], y, weights))
 
 
 def test_a_bad_gradient_shows_in_the_train_step_only():

@@ -124,6 +124,8 @@ def test_any_source_of_batches_will_do(keras):
         Data(),
         ((x[i : i + 10], 0) for i in range(0, 40, 10)),
         [(x[:10], 0), (x[10:40], 0)],
+        [(x[:10], np.zeros(10)), (x[10:40], np.zeros(30))],
+        [[x[i : i + 10], np.zeros((10, 1))] for i in range(0, 40, 10)],
         ([x[i : i + 10], np.zeros(10)] for i in range(0, 40, 10)),  # as a DataLoader of PyTorch
     ):
         model = chain(keras, keras.layers.BatchNormalization())

@@ -19,6 +19,7 @@ LIMITS = {
     "rows that wait for the disk": "_recording.database.MAX_UNWRITTEN",
     "rows of a table that are read": "_recording.database.MAX_ROWS",
     "bundles of a directory": "_files.bundles.MAX_BUNDLES",
+    "bytes of the configuration in a bundle": "_diagnose.bundle.MAX_JSON",
     "bytes of a bundle": "_files.bundles.MAX_BYTES",
     "seconds until a diagnosis is slow": "_diagnose.explain_step.SLOW",
     "bytes of remembered batches": "_backends.shared.batches.MAX_BYTES",
