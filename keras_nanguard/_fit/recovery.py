@@ -186,7 +186,9 @@ class Recovery:
                 self.rate(optimizer).resume(done, write)
             both = (keras_optimizers.inner(optimizer), optimizer)
             for name, value in settings.items():
-                self.change(next(t for t in both if hasattr(t, name)), name, value)
+                target = next((t for t in both if hasattr(t, name)), None)
+                if target is not None:  # else this optimizer has no such setting
+                    self.change(target, name, value)
         self.lowering, self.scale_bounds = state.lowering, state.scale_bounds
         if state.recalibration is not None:
             self.estimate(model, *state.recalibration)

@@ -617,6 +617,14 @@ class TestFixLossScale:
         assert float(optimizer.dynamic_scale.numpy()) == 32.0
         assert optimizer.dynamic_growth_steps == 2000
 
+    def test_a_later_fit_with_an_optimizer_without_a_loss_scale(self):
+        """The changed setting is skipped: this optimizer does not have it."""
+        model = line(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+        guard = acting({"fix_loss_scale": {"reset_to": 8.0, "growth_steps": 2}})
+        walk(model, guard, 3)
+        model.compile("sgd", loss=lambda y, p: ops.mean(p), auto_scale_loss=False)
+        assert len(walk(model, guard)) == 12
+
     @pytest.mark.requires_backend("tensorflow", "torch", reason="the guard makes the step itself")
     def test_a_step_that_cannot_be_compiled_again(self):
         """The action is skipped with the error, and scale, growth and bounds are those of before."""
