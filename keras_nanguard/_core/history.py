@@ -100,13 +100,7 @@ LONG = 4096
 """Number of steps that are stored."""
 
 JUMP = 20.0
-"""Rise of the loss over its lowest value before, above which one check of dead units is
-conclusive."""
-
-RISE = 3.0
-"""Rise of the loss above which dead units are checked for; below `JUMP` two checks in a row have to
-agree, and the kernels must have changed before.
-"""
+"""Rise of the loss over its lowest value before, above which gradients of zero are a divergence."""
 
 _MIN_EXACT = 1e-20
 """A sum of squares between this and its inverse has neither overflowed nor underflowed in

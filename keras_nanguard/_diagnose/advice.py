@@ -55,7 +55,6 @@ def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
         "layer_class": e.replay.origin.layer_class,
         "data": " and ".join(data) if len(data) > 1 else culprit,
         "rows": at_rows(v.samples),
-        "in_batch": f"{at_rows(v.samples)} of the batch" if v.samples else "the batch",
         "them": "it" if one else "them",
         "their": "its" if one else "their",
         "hint": f": {hint}" if hint else ".",

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from keras_nanguard._core.history import JUMP, RISE, Growth
+from keras_nanguard._core.history import JUMP, Growth
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
 from keras_nanguard._core.variable_names import CELLS, RECURRENT
@@ -47,48 +46,17 @@ POSSIBLE = 0.6
 """Confidence if no measurement contradicts the cause."""
 
 
-Observation = Literal[
-    "",
-    "batch",
-    "constant",
-    "constraint",
-    "dead",
-    "divergence",
-    "domain",
-    "explosion",
-    "float32",
-    "growth",
-    "huge",
-    "modes",
-    "negative",
-    "outlier",
-    "rate",
-    "recurrence",
-    "replay",
-    "rescaled",
-    "scale",
-    "scale_high",
-    "spike",
-    "state",
-    "statistics",
-    "stuck",
-    "targets",
-    "update",
-    "where",
-    "written",
-]
-"""What can decide, besides the cause itself. The advice may depend on it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, with its place, its confidence, and the observation that decided."""
+    """A cause, with its place, its confidence, and the observation that decided: a word of the
+    conditions of the advice.
+    """
 
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = SHOWN
-    because: Observation = ""
+    because: str = ""
 
     @property
     def diverged(self) -> bool:
@@ -135,7 +103,7 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path, because="state")
-    because: Observation = "written" if e.run.written else "state"
+    because = "written" if e.run.written else "state"
     return Conclusion("state_nonfinite", path, confidence=SEEN, because=because)
 
 
@@ -171,26 +139,20 @@ def _committed(e: Evidence) -> Conclusion | None:
         return Conclusion("batchnorm_statistics", path, because="statistics")
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
         return Conclusion("loss_scale_collapsed", because="scale")
-    if "stuck" in (kinds.get("gradients"), kinds.get("weights")):
+    if kinds.get("gradients") == "stuck":
         return _dead(e)
     if (fault := e.batch.target_fault) is not None:
         return Conclusion("target_out_of_range", fault.loss, fault.rows, EXPLAINED, "negative")
     if "explosion" in kinds.values():
         return Conclusion("divergence", path, confidence=EXPLAINED, because="explosion")
-    if "spike" in kinds.values():
-        return Conclusion("spike", path, e.outliers(e.floats), EXPLAINED, "spike")
     return None
 
 
 def _dead(e: Evidence) -> Conclusion:
-    """Gradients or weights that no longer change."""
-    jump, path = e.run.growth.jump[0], e.first_path
-    if jump >= JUMP:
-        return Conclusion("divergence", path, confidence=EXPLAINED, because="dead")
-    if e.run.low_precision == "float16":
-        return Conclusion("float16_underflow", path, confidence=POSSIBLE, because="dead")
-    cause: Cause = "divergence" if jump >= RISE and path else "unknown"
-    return Conclusion(cause, path, confidence=POSSIBLE, because="dead")
+    """Gradients that are exactly zero, in a model with float16."""
+    if e.run.growth.jump[0] >= JUMP:
+        return Conclusion("divergence", e.first_path, confidence=EXPLAINED, because="dead")
+    return Conclusion("float16_underflow", e.first_path, confidence=POSSIBLE, because="dead")
 
 
 # Refused steps

@@ -262,7 +262,7 @@ class Evidence:
 
     @property
     def value(self) -> float | None:
-        """The value of the first finding that has one, such as the loss of a spike."""
+        """The value of the first finding that has one, such as a moving variance."""
         return next((f.value for f in self.findings if f.value is not None), None)
 
     @property

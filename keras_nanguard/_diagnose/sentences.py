@@ -109,15 +109,11 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
 def _findings(e: Evidence) -> Iterator[str]:
     """Findings that are not NaN or Inf."""
     path, kinds = e.first_path, e.kinds
-    if kinds.get("gradients") == "stuck" and path:
-        yield (f"{path} and most other kernels no longer change at all, although the loss does.")
-    elif kinds.get("gradients") == "stuck":
+    if kinds.get("gradients") == "stuck":
         yield "For many steps every gradient has been exactly 0, although the loss is not."
     if kinds.get("statistics") == "spike" and e.value is not None:
         times = "more than a thousand times its value a few steps before"
         yield f"{path} has jumped to {e.value:.3g}, {times}."
-    if kinds.get("loss") == "spike" and e.value is not None:
-        yield f"The loss jumped to {e.value:.3g}."
     if kinds.get("statistics") == "stuck":
         changed = "although the weights of its layer have changed"
         yield f"{path} still has its initial values, {changed}."
@@ -190,7 +186,7 @@ def at_rows(rows: Sequence[int]) -> str:
 def _history(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     g = e.run.growth
     large = max(g.loss, g.norm) >= 10.0
-    if g.losses and (large or conclusion.cause in ("divergence", "spike")):
+    if g.losses and (large or conclusion.cause == "divergence"):
         losses = ", ".join(f"{value:.3g}" for value in g.losses)
         last = f"the last {len(g.losses)} of " if len(g.losses) < g.steps else ""
         steps = f"{g.steps} steps" if g.steps > 1 else "step"

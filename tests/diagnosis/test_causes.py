@@ -2,18 +2,17 @@
 
 from dataclasses import asdict, replace
 from string import Formatter
-from typing import get_args
 
 import keras
 import numpy as np
 import pytest
+from diagnosis.test_decided import CASES
 from support.evidence import changed, evidence_of
 
-from keras_nanguard import Finding
 from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import BadArray, Operand, Origin, Spread
-from keras_nanguard._diagnose import advice as advice_module, causes
+from keras_nanguard._diagnose import advice as advice_module
 from keras_nanguard._diagnose.advice import advice
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import OptimizerFacts
@@ -39,7 +38,7 @@ def test_unscaled_data_that_has_made_training_diverge():
 def test_the_conditions_and_names_of_advice_exist(cause):
     """A condition is a fact, or the observation that decides in a rule."""
     items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0)), "words": "", "name": "", "column": 0}
-    conditions = {*items, *advice_module._conditions(BAD, decide(BAD)), *get_args(causes.Observation)}
+    conditions = {*items, *advice_module._conditions(BAD, decide(BAD)), *(decided.because for _, decided in CASES.values())}
     entries = [{"say": entry} if isinstance(entry, str) else entry for entry in CAUSE_WORDS[cause]["do"]]
     assert {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()} <= conditions
     named = {field for entry in entries for _, field, *_ in Formatter().parse(entry["say"]) if field}
@@ -138,13 +137,6 @@ def test_targets_are_not_blamed_for_an_index_beyond_an_embedding_table(loss):
     x[2] = 12
     _, found = explained(model, "index out of bounds: 0 <= tmp4 < 10", ((x, y),))
     assert (found.cause, found.culprit, found.samples) == ("forward_domain", "table", (2,))
-
-
-def test_a_spike_is_not_a_divergence():
-    """One bad batch is not a reason for a lower rate."""
-    e = evidence_of(refused=False, findings=(Finding("loss", "spike"),), count=16)
-    said = " ".join(advice(e, decide(e)))
-    assert decide(e).cause == "spike" and "rate" not in said and "diverge" not in said
 
 
 def test_an_outlier_is_a_matter_of_its_row():
