@@ -1,6 +1,4 @@
-"""The mutants that no test can distinguish from the code, each with the reason.
-
-`tests/campaigns/test_mutate.py` checks that their code exists."""
+"""The mutants that no test can distinguish from the code, each with the reason."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NEEDS = ("pytest>=8", "pytest-xdist>=3.5", "pyyaml>=6", "hypothesis>=6.100", "ma
 """Packages that the tests import in addition to this one and its backend."""
 
 TESTS = (
-    # every private Keras name that the library uses
+    # internals of Keras that the library uses
     "tests/keras_internals/test_internals.py",
     # a refused step changes nothing, bit for bit
     "tests/transaction/test_transaction.py::test_bad_batches_never_happened[adam-graph]",

@@ -1,8 +1,6 @@
 """Write the small tables of docs/evidence.md from the full tables of the campaigns, in campaigns/results.
 
     python docs/evidence_tables.py
-
-`tests/docs/test_evidence.py` fails if the page differs from this output.
 """
 
 from __future__ import annotations

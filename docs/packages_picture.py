@@ -1,8 +1,6 @@
 """Draw the picture of the packages for docs/architecture.md: an SVG that needs no script.
 
     python docs/packages_picture.py
-
-`tests/test_architecture.py` fails if its arrows are not the imports of the code, or if the file differs from this output.
 """
 
 from __future__ import annotations

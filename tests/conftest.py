@@ -43,8 +43,7 @@ WITHOUT_BACKEND = (
     *("core/", "policy/", "lint/", "cli/test_demo.py", "diagnosis/test_causes.py"),
     "diagnosis/test_decided.py",
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_layout.py"),
-    *("test_packaging.py", "campaigns/test_installed.py", "campaigns/test_matrix.py"),
-    *("campaigns/test_mutate.py", "docs/"),
+    *("test_packaging.py", "docs/"),
 )
 """Tests that use no backend, or give the same result on each: they run on TensorFlow only."""
 
@@ -59,11 +58,11 @@ SHARED = (
 
 NIGHTLY = (
     *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py"),
-    *("docs/test_several_devices.py", "report/test_browser.py", "report/test_notebook.py"),
+    *("docs/test_several_devices.py", "report/test_browser.py"),
     *("test_examples.py", "keras_internals/test_upstream_defects.py"),
     *("backends/jax/test_process_matrix.py", "backends/torch/test_process_matrix.py"),
 )
-"""Tests of campaigns, other libraries, notebooks, the browser, process matrices and the site.
+"""Tests of campaigns, other libraries, the browser, process matrices and the site.
 
 They run with `--nightly`, as do the cases that `@pytest.mark.daily` does not name.
 """

@@ -158,6 +158,12 @@ def test_one_module_selects_the_backend():
     assert asking == ["_backends.current"]
 
 
+def test_only_current_imports_backends():
+    """Only `_backends.current`, which selects one, leads from the rest of the package to a backend."""
+    packages = tuple(f"_backends.{backend}" for backend in BACKENDS)
+    assert [(m, other) for m in modules() if not m.startswith("_backends.") for other in edges(m) if other.startswith(packages)] == []
+
+
 def _uses_keras_src(module: str) -> bool:
     spelled = (n for n in ast.walk(tree(module)) if isinstance(n, ast.Attribute) and n.attr == "src")
     return any(name.startswith("keras.src") for name in imports(module)) or any(

@@ -14,8 +14,6 @@ The other direction is `Session`: what a backend calls around each step, as the 
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
 Other modules of the same name have the same task in each backend; see docs/architecture.md.
-
-`tests/backends/test_interface.py` tests each backend against it.
 """
 
 from __future__ import annotations

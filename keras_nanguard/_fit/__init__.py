@@ -1,8 +1,7 @@
 """One guarded run on the host.
 
 A backend calls `session.Session` before and after each execution. Its `run.Run` has the facts. Each
-has one owner, whose methods change it; all others only read it (`tests/test_architecture.py`). The
-files from top to bottom:
+has one owner, whose methods change it; all others only read it. The files from top to bottom:
 
     the guard     attached (in a running fit), loop (without a fit), arguments
                   log (what is printed and recorded)

@@ -10,10 +10,9 @@ from keras import layers, ops
 from keras.optimizers import schedules
 from support import zoo
 
-from keras_nanguard import NanGuard, actions
-from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard import NanGuard
 from keras_nanguard._fit.trial import trial
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
 
@@ -83,32 +82,6 @@ def train(guard, *bad, build=None, callbacks=(), **fit):
     for batch in bad:
         zoo.poison(data, batch)
     return zoo.run(build or (lambda: zoo.plain(run_eagerly=True)), data, guard=guard, epochs=1, callbacks=callbacks, **fit)
-
-
-@pytest.fixture(autouse=True)
-def declared(monkeypatch):
-    """Check that each action that changes variables, but no ending, declares it in `PERFORMERS`."""
-    wrong = []
-
-    def values(run):
-        state = run.train_state()
-        return {v.path: keras_variables.read(v).tobytes() for v in (*state.trainable, *state.statistics, *state.slots)}
-
-    def watched(name, performer):
-        def perform(response, parameters):
-            before = values(response.run)
-            answer = performer.perform(response, parameters)
-            if values(response.run) != before and performer.writes == "nothing":
-                wrong.append(name)
-            return answer
-
-        return performer._replace(perform=perform)
-
-    for name, performer in PERFORMERS.items():
-        if not actions.ACTIONS[name].terminal:
-            monkeypatch.setitem(PERFORMERS, name, watched(name, performer))
-    yield
-    assert wrong == []
 
 
 @pytest.mark.requires_backend("tensorflow", reason="several steps in one compiled call")
@@ -972,4 +945,3 @@ class TestCall:
         guard = acting({"call": {"function": "page"}}, functions={"page": lambda incident: seen.append(incident) or "paged"})
         train(guard, 3)
         assert [i.step for i in seen] == [3] and outcomes(guard, "call") == [(3, "done", "paged")]
-
