@@ -94,7 +94,6 @@ class Spread:
         constant: number of features with the same value in all rows.
         outliers: rows whose largest magnitude is far above that of the others.
         integer: whether its entries are integers that may be ids, and not numbers.
-        counts: whether all entries are whole numbers and none is negative.
     """
 
     name: str
@@ -104,7 +103,6 @@ class Spread:
     constant: int = 0
     outliers: tuple[int, ...] = ()
     integer: bool = False
-    counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,6 @@ from keras_nanguard._diagnose.sentences import at_rows
 RAW = 100.0
 """Magnitude above which an input counts as not scaled."""
 
-LARGE_WEIGHT = 10.0
-"""Magnitude of a weight that no usual initializer gives."""
-
-MAX_HALF_NORM = 256.0
-"""The same as `MAX_NORM`, in float16."""
-
 
 def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
     """Return the advice for a conclusion, in sentences specific to the program."""
@@ -59,9 +53,7 @@ def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
         "their": "its" if one else "their",
         "hint": f": {hint}" if hint else ".",
         "tenth": "a tenth of it" if rate is None else f"{rate * 0.1:.1g}",
-        "steepest": "256 in float16" if _computes_in_half(e) else "1.8e19",
         "constraint": e.run.constraint,
-        "initial": _large_initial_weight(e),
     }
 
 
@@ -71,20 +63,17 @@ def _items(e: Evidence) -> dict[str, list[dict[str, Any]]]:
         "optimizers": [_about(optimizer) for optimizer in e.run.optimizers],
         "raw_inputs": _raw_inputs(e),
         "columns": _whole_columns(e),
-        "objective": [{"words": words} for words, _ in e.run.objective],
     }
 
 
 def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
     """Return which conditions hold; the observation that decided (`Conclusion.because`) is one."""
     origin, optimizers = e.replay.origin, e.run.optimizers
-    steepest = MAX_HALF_NORM if _computes_in_half(e) else MAX_NORM
     untrained = not e.run.growth.steps and origin.phase == "forward"
     low = origin.dtype if origin.dtype in LOW else e.run.low_precision
     return {
         v.because: True,
         "hinted": bool(_hint(e)),
-        "initial": bool(_large_initial_weight(e)),
         "large": e.kind in ("exp", "overflow"),
         "cured": bool(v.samples) and e.trials.without_rows == "finite",
         "regularizer": origin.phase == "regularizer",
@@ -92,15 +81,11 @@ def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
         "bfloat16": low == "bfloat16",
         "scaled": any(o.scaled for o in optimizers),
         "clips": any(o.clips for o in optimizers),
-        "steep": not e.run.gradient_norm < steepest,
+        "steep": not e.run.gradient_norm < MAX_NORM,
         "own": any(o.own for o in optimizers),
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in optimizers),
         "untrained": v.because == "recurrence" and untrained,
     }
-
-
-def _computes_in_half(e: Evidence) -> bool:
-    return any(o.dtype == "float16" for o in e.run.optimizers)
 
 
 def _culprit(e: Evidence, v: Conclusion) -> str:
@@ -120,8 +105,6 @@ def _about(o: OptimizerFacts) -> dict[str, Any]:
     """Return the advice about one optimizer."""
     return {
         **asdict(o),
-        "decay": o.settings.get("weight_decay", 0.0),
-        "decays": abs(o.shrinks) > 1.0,
         "centered": bool(o.settings.get("centered")),
         "broken": o.rate_is_bad,
         "half": o.dtype == "float16",
@@ -133,13 +116,6 @@ def _whole_columns(e: Evidence) -> list[dict[str, Any]]:
     """Return the columns of the inputs that are bad in every row."""
     parts = (p for p in e.batch.inputs_bad if p.column is not None and len(p.rows) == e.batch.count)
     return [{"name": repr(argument_path(part.name)), "column": part.column} for part in parts]
-
-
-def _large_initial_weight(e: Evidence) -> float:
-    """Return the largest weight if numbers overflow, and weights were large initially; else 0."""
-    growth = e.run.growth
-    untrained = e.kind in ("exp", "overflow") and growth.weights < 2.0
-    return growth.largest_weight if untrained and growth.largest_weight >= LARGE_WEIGHT else 0.0
 
 
 def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:

@@ -1,13 +1,10 @@
-"""The configuration of a model: its optimizers, the weights of its losses, its regularizers, and
-which targets each loss gets.
-"""
+"""The configuration of a model: its optimizers, and which targets each loss gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
@@ -24,9 +21,6 @@ SETTINGS = (
     *("clipnorm", "clipvalue", "global_clipnorm", "centered", "gradient_accumulation_steps"),
 )
 """Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
-
-UNUSUAL = 100.0
-"""Factor above which, or below whose inverse, a loss weight is reported."""
 
 LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
 """Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
@@ -71,25 +65,6 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
         iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
         own=not type(optimizer).__module__.startswith(LIBRARIES),
     )
-
-
-def objective(model: Any) -> tuple[tuple[str, float], ...]:
-    """Return loss weights and regularizers of unusual size, in words, with their values."""
-    found = [
-        (f"The loss weight of {name!r}", weight)
-        for name, weight in keras_losses.loss_weights(model)
-        if not 1 / UNUSUAL < abs(weight) < UNUSUAL
-    ]
-    for layer in keras_layers.layers_of(model):
-        for name, regularizer in vars(layer).items():
-            if not isinstance(regularizer, keras.regularizers.Regularizer):
-                continue
-            for norm in ("l1", "l2"):
-                factor = getattr(regularizer, norm, 0.0)
-                value = float(factor) if np.ndim(factor) == 0 and factor is not None else 0.0
-                if value >= 1.0:
-                    found.append((f"The {norm} of the {name} of {layer.path!r}", value))
-    return tuple(found)
 
 
 class LossTargets(NamedTuple):

@@ -118,12 +118,6 @@ class OptimizerFacts:
         """Whether the learning rate is finite, or unknown."""
         return self.learning_rate is None or math.isfinite(self.learning_rate)
 
-    @property
-    def shrinks(self) -> float:
-        """Factor by which weight decay alone multiplies the weights in one step; below -1 it makes
-        them grow."""
-        return 1.0 - (self.learning_rate or 0.0) * self.settings.get("weight_decay", 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class ReplayFacts:
@@ -199,7 +193,6 @@ class RunFacts:
     Attributes:
         growth: the history before the step.
         optimizers: the optimizers.
-        objective: name and value of each loss weight and regularizer of unusual size.
         gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of
             its numbers are moderate, or because they were finite after the step before.
@@ -211,7 +204,6 @@ class RunFacts:
 
     growth: Growth = field(default_factory=Growth)
     optimizers: tuple[OptimizerFacts, ...] = ()
-    objective: tuple[tuple[str, float], ...] = ()
     gradient_norm: float = math.nan
     written: bool = False
     constraint: str = ""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._diagnose.configuration import lowest, objective, optimizer_facts
+from keras_nanguard._diagnose.configuration import lowest, optimizer_facts
 from keras_nanguard._diagnose.evidence import Evidence, RunFacts
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
@@ -69,7 +69,6 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
         first_path=next((f.path for f in findings if f.path), ""),
         run=RunFacts(
             optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
-            objective=objective(model),
             gradient_norm=incident.values.get("gradient_norm", math.nan),
             loss_scale=incident.values.get("loss_scale"),
             low_precision=lowest(model),

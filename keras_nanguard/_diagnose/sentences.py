@@ -237,17 +237,12 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
             yield f"The learning rate of {o.name} was {rate}."
         if relevant or not o.rate_is_finite:
             yield _settings(o)
-        if relevant and 1.0 < abs(o.shrinks) < math.inf:
-            times = f"{o.shrinks:.3g} in each step of {o.name}"
-            yield f"Weight decay alone multiplies the weights by {times}."
         if of_update and o.epsilon == 0.0:
             yield f"epsilon=0 in {o.name}: if a gradient is 0, the update divides 0 by 0."
         rounded = o.epsilon_in_dtype
         if o.epsilon and rounded is not None and rounded < o.epsilon / 2:
             dtype = f"{o.dtype}, the dtype of the weights"
             yield f"epsilon={o.epsilon:g} rounds to {rounded:g} in {dtype}."
-    for words, value in e.run.objective if relevant else ():
-        yield f"{words} is {value:g}."
     if of_update and math.isfinite(e.run.gradient_norm):
         least = "at least " if e.run.gradient_norm >= LARGEST_NORM else ""
         yield f"The gradient norm of this step was {least}{e.run.gradient_norm:.3g}."

@@ -5,7 +5,7 @@ Private names of Keras:
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
 - ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
-  ``flat_loss_weights``, ``inferred_output_names`` and ``output_names``.
+  ``inferred_output_names`` and ``output_names``.
 """
 
 from __future__ import annotations
@@ -24,27 +24,23 @@ from keras_nanguard._core.variable_names import snake_case
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 
-def _entries(model: Any) -> list[tuple[str, Any, Any]]:
-    """Return `(name of the output, loss, weight)` for each loss given to `compile`."""
+def losses_by_output(model: Any) -> list[tuple[str, Any]]:
+    """Return `(name of the output, loss)` for each loss given to `compile`."""
     compiled: Any = getattr(model, "_compile_loss", None)
     if hasattr(compiled, "flat_losses"):  # Keras before 3.8 or so
         names = compiled.inferred_output_names or compiled.output_names or ()
-        found = list(
-            itertools.zip_longest(
-                names, compiled.flat_losses or (), compiled.flat_loss_weights or ()
-            )
-        )
+        found = list(itertools.zip_longest(names, compiled.flat_losses or ()))
     else:
         entries = getattr(compiled, "_flat_losses", None) or ()
-        found = [(e.name, e.loss, e.loss_weights) for e in entries]
-    return [(str(name or ""), loss, weight) for name, loss, weight in found if loss is not None]
+        found = [(entry.name, entry.loss) for entry in entries]
+    return [(str(name or ""), loss) for name, loss in found if loss is not None]
 
 
 def losses_of(model: Any) -> list[Any]:
     """Return the `CompileLoss` of a model, the losses given to `compile`, and those of layers."""
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
-    found += [loss for _, loss, _ in _entries(model)]
+    found += [loss for _, loss in losses_by_output(model)]
     for layer in keras_layers.layers_of(model):
         items = [item for v in vars(layer).values() for item in keras_variables.flat(v)]
         found += [item for item in items if isinstance(item, keras.losses.Loss)]
@@ -57,18 +53,6 @@ def build_losses(model: Any, y: Any, y_pred: Any) -> None:
     if compiled is not None and not getattr(compiled, "built", True):
         with contextlib.suppress(Exception):  # the step reports the fault of the targets
             compiled.build(y, y_pred)
-
-
-def losses_by_output(model: Any) -> list[tuple[str, Any]]:
-    """Return `(name of the output, loss)` for each loss given to `compile`."""
-    return [(name, loss) for name, loss, _ in _entries(model)]
-
-
-def loss_weights(model: Any) -> list[tuple[str, float]]:
-    """Return name and weight of each loss given to `compile` that has a weight."""
-    entries = _entries(model)
-    weighted = ((loss, w) for _, loss, w in entries if isinstance(w, (int, float)))
-    return [(str(loss.name), float(weight)) for loss, weight in weighted]
 
 
 def given_metrics(model: Any) -> Any:

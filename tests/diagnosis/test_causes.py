@@ -37,7 +37,7 @@ def test_unscaled_data_that_has_made_training_diverge():
 @pytest.mark.parametrize("cause", CAUSE_WORDS)
 def test_the_conditions_and_names_of_advice_exist(cause):
     """A condition is a fact, or the observation that decides in a rule."""
-    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0)), "words": "", "name": "", "column": 0}
+    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0)), "name": "", "column": 0}
     conditions = {*items, *advice_module._conditions(BAD, decide(BAD)), *(decided.because for _, decided in CASES.values())}
     entries = [{"say": entry} if isinstance(entry, str) else entry for entry in CAUSE_WORDS[cause]["do"]]
     assert {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()} <= conditions
@@ -67,23 +67,12 @@ def test_a_derivative_is_explained_by_operations_that_a_user_writes(phase):
     assert "arccos" in said and "denominator" not in said
 
 
-def test_an_exponential_of_counts():
-    """Counts get a logarithm, other raw inputs get scaling, and ordinary ones no advice."""
-    counts = Spread("inputs", 1e4, 100.0, 600.0, counts=True)
-    raw = Spread("inputs", 1e4, 100.0, 600.0)
-    cases = {"log1p": counts, "standard deviation": raw, "": Spread("inputs", 3.0, 0.0, 1.0)}
+def test_an_exponential_of_raw_inputs():
+    """They get scaling, ordinary ones no advice."""
+    cases = {"standard deviation": Spread("inputs", 1e4, 100.0, 600.0), "": Spread("inputs", 3.0, 0.0, 1.0)}
     for words, spread in cases.items():
         said = advised(first="loss", origin=origin("Exp"), inputs=(spread,))
         assert "softplus" in said and (words in said if words else "'x'" not in said)
-
-
-def test_large_initial_weights_are_named():
-    """If weights were large from the start, an overflow is due to their initializer."""
-    large = Growth(largest_weight=4e3, largest_weight_before=4e3)
-    overflow = {"first": "loss", "origin": origin("MatMul", operands=(Operand(1e30, False, False),))}
-    assert "up to 4e+03: use smaller initial weights" in advised(**overflow, growth=large)
-    assert "initial weights" not in advised(**overflow, growth=Growth(largest_weight=2.0))
-    assert "initial weights" not in advised(first="loss", origin=origin("Log"), growth=large)
 
 
 def test_a_negative_loss_grows_in_magnitude():

@@ -155,7 +155,6 @@ def spread(name: str, array: finiteness.Array) -> Spread:
             constant,
             outliers,
             integer,
-            bool((finite >= 0.0).all() and (finite == np.floor(finite)).all()),
         )
 
 
