@@ -11,6 +11,12 @@ from keras import layers
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
+UNUSUAL = (
+    *("betavae_kl_annealing", "freeze_unfreeze_bn_batch4", "hard_first_then_easy_curriculum", "multi_output_one_dominates_1e6"),
+    *("pure_noise_targets_nadam", "returns_r2_1pct_lion_ordered", "sgd_warm_restarts_large_peak", "triplet_batchhard_margin"),
+)
+"""Healthy programs of the benchmarks with unusual losses, which train for seconds."""
+
 
 @pytest.fixture
 def healthy(monkeypatch):
@@ -18,6 +24,15 @@ def healthy(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", keras.backend.backend())
     return importlib.import_module("healthy")
+
+
+@pytest.mark.daily("multi*", "pure*")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_program_is_left_alone(healthy, name):
+    """The guard refuses no step, does nothing else, prints nothing, and the result is no worse."""
+    programs = importlib.import_module("healthy_programs").PROGRAMS
+    row = healthy.measured(next(program for program in programs if program.name == name))
+    assert (row["acted on"], row["refused"], row["worse"], row["lines"]) == (False, 0, False, []), row
 
 
 @pytest.mark.parametrize("bad", [False, True])
