@@ -166,13 +166,6 @@ def set_limit(monkeypatch: pytest.MonkeyPatch):
     return set_to
 
 
-@pytest.fixture(autouse=True)
-def _unhurried(set_limit: Callable[[str, float], None]):
-    """A slow diagnosis on a busy machine does not print its line."""
-    if "keras" in sys.modules:
-        set_limit("seconds until a diagnosis is slow", 600.0)
-
-
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch, set_limit: Callable[[str, float], None]):
     """`room(size)` sets the free memory, in bytes, or to what a function returns; every copy is checked."""

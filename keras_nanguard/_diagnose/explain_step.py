@@ -6,15 +6,11 @@ becomes evidence of the cause `unknown`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_nanguard._backends import current, processes
@@ -58,17 +54,13 @@ MAX_FULL = 20
 REUSED = "Reused from an earlier step with the same findings."
 """First evidence of a diagnosis that was not made for the step itself."""
 
-SLOW = 1.0
-"""Seconds after which a slow operation is announced."""
-
 
 class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
         run: the run.
-        says: whether to print a line if a diagnosis takes longer than a second, or a bundle
-            cannot be written.
+        says: whether to print a line if a bundle cannot be written.
     """
 
     def __init__(self, run: RunView, says: bool) -> None:
@@ -87,10 +79,7 @@ class Explainer:
         """
         run, earlier = self.run, self._earlier(incident)
         try:
-            with (
-                without_faults(run.model),
-                when_slow(f"NanGuard: diagnosing {incident.moment} ..." if self.says else ""),
-            ):
+            with without_faults(run.model):
                 if earlier is not None:
                     return self._taken_over(earlier, report), None
                 evidence = gather(run, incident, report)
@@ -271,28 +260,3 @@ def _mode(run: RunView) -> str:
     uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
     mode = "xla" if run.access.transaction.jit else uncompiled
     return mode if mode in current.replay().MODES else "eager"
-
-
-@contextlib.contextmanager
-def when_slow(text: str) -> Iterator[None]:
-    """Print a line if the context takes longer than `SLOW` seconds; nothing if the text is `""`."""
-    if not text:
-        yield
-        return
-    interactive = keras.config.is_interactive_logging_enabled()  # Keras stores it per thread
-
-    def announce() -> None:
-        if interactive:
-            keras.config.enable_interactive_logging()
-        else:
-            keras.config.disable_interactive_logging()
-        processes.print_line(text)
-
-    timer = threading.Timer(SLOW, announce)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()

@@ -207,9 +207,7 @@ class Attached:
         if self.training and not findings and processes.count() == 1:  # others may not have it
             self.session.run.recovery.count_good_result(site)
         if findings:
-            run, says = self.session.run, bool(self._reporter.verbose)
-            diagnosis = None
+            run, diagnosis = self.session.run, None
             if self._diagnose:
-                written = run.read_train_state().written_by_calls
-                diagnosis = diagnosed(run.model, written, says)
+                diagnosis = diagnosed(run.model, run.read_train_state().written_by_calls)
             self.session.seen_outside(findings, diagnosis, act=self.training)

@@ -309,7 +309,7 @@ def bad_arrays(logs: Any) -> list[Finding]:
 
 
 @np.errstate(all="ignore")  # the values are not finite
-def diagnosed(model: Any, variables: Sequence[Any], says: bool) -> Diagnosis | None:
+def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
     Never raises. At the end the model and all random generators are as before.
@@ -317,14 +317,11 @@ def diagnosed(model: Any, variables: Sequence[Any], says: bool) -> Diagnosis | N
     Args:
         model: the model.
         variables: those that calling it may write.
-        says: whether to print a line if this takes longer than a second.
     """
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._diagnose.examine import diagnose
-    from keras_nanguard._diagnose.explain_step import when_slow
 
-    line = "NanGuard: diagnosing a result that is not finite ..." if says else ""
-    with when_slow(line), preserved(variables, model):
+    with preserved(variables, model):
         try:
             for x, y, weights in itertools.islice(_batches(), BATCHES):
                 predicted = model(x, training=False)

@@ -1,4 +1,4 @@
-"""The losses of a compiled model, by output, with their weights, and the targets that they accept.
+"""The losses of a compiled model, by output, and the targets that they accept.
 
 Private names of Keras:
 

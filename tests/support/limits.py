@@ -21,7 +21,6 @@ LIMITS = {
     "bundles of a directory": "_files.bundles.MAX_BUNDLES",
     "bytes of the configuration in a bundle": "_diagnose.bundle.MAX_JSON",
     "bytes of a bundle": "_files.bundles.MAX_BYTES",
-    "seconds until a diagnosis is slow": "_diagnose.explain_step.SLOW",
     "bytes of remembered batches": "_backends.shared.batches.MAX_BYTES",
     "remembered batches": "_fit.steps.MAX_BATCHES",
     "reports of a TensorFlow program": "_backends.tensorflow.step.CAPACITY",
