@@ -11,8 +11,7 @@
         start.npz         the same before the first step, if training had diverged
         model.json        the model's configuration, if it has one
         layers.txt        the table of layers
-        README.md         a description of the incident
-        reproduce.py      runs the step again
+        README.txt        the diagnosis, and the command that replays the step
 
 Arrays are plain `.npy` in an uncompressed zip, without pickle. A folder is written under a
 temporary name and renamed. `_files/bundles.py` reads it.
@@ -23,7 +22,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         "incident.json": incident.to_json(),
         "model.json": model,
         "layers.txt": layer_table(evidence.replay.table) + "\n",
-        "README.md": _readme(incident, about),
-        "reproduce.py": _REPRODUCE,
+        "README.txt": _readme(incident, about),
     }
     for name, text in texts.items():
         if text:
@@ -179,44 +177,12 @@ def _configuration(model: Any) -> str:
 
 
 def _readme(incident: Incident, about: Mapping[str, Any]) -> str:
-    """Return the incident in Markdown; names from the data and the model are in an indented block,
-    which every viewer shows as it is."""
+    """Return the incident as plain text, and how to replay it."""
     found = incident.diagnosis or Diagnosis()
     evidence = (f"evidence: {text}" for text in found.evidence)
     advice = (f"advice: {text}" for text in found.advice)
-    known = (found.headline, *evidence, *advice, *about["notes"])
-    replays = ("python reproduce.py", f"keras-nanguard replay {incident.bundle}")
-    model = "The model has no configuration that can be saved. Pass it with `--model file.keras`."
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    parts = (
-        f"# {incident.moment.capitalize()}",
-        _block(known),
-        "Replay the step with one of",
-        _block(replays),
-        "" if about["model"]["config"] else model,
-        f"Written by {versions}.",
-    )
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _block(lines: Iterable[str]) -> str:
-    return "\n".join(f"    {one_line(line)}" for line in lines)
-
-
-_REPRODUCE = '''"""Runs the bad step of this bundle again and prints the outputs of every layer.
-
-    python reproduce.py [MODEL.keras]
-"""
-
-import pathlib
-import sys
-
-from keras_nanguard import replay
-
-# Classes and functions of your own that the model is made of: import them, and name them here.
-# {"Block": Block}
-custom_objects = {}
-
-model = sys.argv[1] if len(sys.argv) > 1 else None
-print(replay(pathlib.Path(__file__).parent, model, custom_objects=custom_objects))
-'''
+    model = "" if about["model"]["config"] else " --model MODEL.keras"
+    replay = f"Replay it with: keras-nanguard replay {incident.bundle}{model}"
+    title = incident.moment.capitalize()
+    lines = (title, found.headline, *evidence, *advice, *about["notes"], replay)
+    return "\n".join(map(one_line, lines)) + "\n"
