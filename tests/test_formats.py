@@ -30,6 +30,7 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._files import bundles
 from keras_nanguard._fit import snapshot_files
 from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._recording import database
 from keras_nanguard._report import files
 
 FOLDER = Path(__file__).with_name("formats")
@@ -87,8 +88,18 @@ def test_recording(release):
     assert next(event.kind for event in recording.events) == "begin"
     assert recording.meta["status"] == "finished"
     assert [sample.index for sample in recording.samples] == [75]
-    names = {path.rpartition("sample/")[2] for path in recording.layers}
-    assert names >= {"hidden/kernel", "norm/moving_variance"}
+
+
+def test_a_recording_is_continued(release):
+    """A later run appends to the file, which then has the current format."""
+    network, how = make.model(), {"batch_size": make.BATCH, "shuffle": False, "verbose": 0}
+    network.fit(*make.data(bad=False), **how, callbacks=[NanGuard(directory=release / "run", verbose=0)])
+    assert Recording.read(release / "run").steps["step"].tolist() == list(range(24))
+    with sqlite3.connect(release / "run" / "recording.sqlite") as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (database.FORMAT,)
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    connection.close()
+    assert tables == set(database.SCHEMA)
 
 
 def test_bundle(release):

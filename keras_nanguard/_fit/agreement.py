@@ -171,10 +171,6 @@ class Agreement:
         messages = self._exchange(steps, "the steps to replay")
         return rerun if all(message == messages[0] for message in messages) else None
 
-    def fits(self, fits: bool) -> bool:
-        """Return whether a copy that all processes read together fits into memory."""
-        return not self.any_of(not fits)[0] if current.host().SPREADS_ARRAYS else fits
-
 
 def united(parts: Iterable[Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all processes in the order of their ranks, the first one for each

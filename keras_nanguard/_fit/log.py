@@ -215,10 +215,6 @@ class RunRecording:
         self._recorder.undo(step, again)
         self.event("rollback", text, data)
 
-    def layers(self, variables: Sequence[tuple[str, str]], values: Any) -> None:
-        """Record the measurements of the layers after the last step; see `Recorder.layers`."""
-        self._recorder.layers(self._counts.step - 1, variables, values)
-
     def epoch(self, epoch: int, logs: Any) -> None:
         """Record the end of an epoch, with its logs."""
         counts = self._counts

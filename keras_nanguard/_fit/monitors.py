@@ -4,25 +4,18 @@ A check reads a few small variables. Most findings are only reported. An action 
 scale out of range, for a value beyond a limit of the policy, for settled moving statistics of a
 BatchNormalization that jump beyond 1e30, and for second moments beyond 1e30 that the gradients
 cannot have produced. `Divergence` handles runs that are lost as a whole.
-
-`LayerLooks` measures each layer: norms of weights, update ratio, statistics. It copies the weights
-and compares them after the following execution. The compiled step is not involved. The interval is
-chosen so that all measurements take only a small share of the training time.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
-from math import inf
 from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import finiteness, memory
-from keras_nanguard._core.history import sizes
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.batchnorm import trained
 from keras_nanguard._fit.run import HUGE, Run, beyond, checked
@@ -34,28 +27,12 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.optimizers import second_moments
 
-Array = np.ndarray[Any, Any]
-
-SHARE = 0.005
-"""Maximum share of the training time."""
-
-MAX_COPIED = 256 << 20
-"""Maximum bytes of copied weights. For other weights only the norm is measured."""
-
-COMPARING = 3
-"""Memory of a comparison in multiples of the copies: a copy, the new value and their difference."""
-
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
 """Steps of the first checks after the start and after a rollback. Then a check runs every
 `LOOK_INTERVAL` steps.
 """
 
 LOOK_INTERVAL = 50
-
-MIN_STEPS, TOGETHER = LOOK_INTERVAL, 1000
-"""Layers are first measured after one step, and then only at multiples of this number of steps;
-of `TOGETHER` if several processes train together, which all have to read at the same step.
-"""
 
 LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
@@ -72,89 +49,6 @@ usual momentum.
 
 ZEROS = 30
 """Steps in a row with zero gradients and a nonzero loss after which the finding is reported."""
-
-
-# Layers
-
-
-class LayerLooks:
-    """The measurements of one fit."""
-
-    def __init__(self) -> None:
-        self._next_time = self._cost = 0.0
-        self._at: tuple[int, int, int] | None = None
-        self._weights: dict[int, Array] = {}
-
-    def look(self, run: Run) -> float:
-        """Copy the weights, or compare them with the copies; return the step at which to compare
-        them, or of the next measurement.
-
-        A measurement is left out if it would take too large a share of the time.
-        """
-        began, alone, begins = time.monotonic(), processes.count() == 1, self._at is None
-        every = MIN_STEPS if alone else TOGETHER
-        coming = run.step - run.step % every + every
-        if alone and begins and began < self._next_time:
-            return coming
-        try:
-            with run.access.variables_readable():
-                if begins:
-                    self._copy(run)
-                else:
-                    self._compare(run)
-        except Exception:  # noqa: BLE001  a variable that cannot be read ends the looks
-            self.release()
-            return inf
-        self._cost += time.monotonic() - began
-        if begins:
-            return run.step + 1
-        self.release()
-        self._next_time, self._cost = time.monotonic() + self._cost / SHARE, 0.0
-        return coming
-
-    def release(self) -> None:
-        """Release the copies of a measurement that is not complete."""
-        self._at, self._weights = None, {}
-
-    def _copy(self, run: Run) -> None:
-        """Copy the smallest weights."""
-        train_state, counts = run.train_state(), run.counts
-        most = min(MAX_COPIED, train_state.gradient_bytes)
-        left = most if run.agreement.fits(memory.room_for(COMPARING * most)) else 0
-        for variable in sorted(train_state.trainable, key=lambda v: int(np.prod(v.shape))):
-            value = keras_variables.view(variable)
-            left -= value.nbytes
-            if left < 0:
-                break
-            self._weights[id(variable)] = np.array(value)
-        self._at = (counts.step, counts.committed, counts.rollbacks)
-
-    @np.errstate(all="ignore")  # the values may not be finite
-    def _compare(self, run: Run) -> None:
-        """Record the changes since the copy, unless a step in between was refused or undone."""
-        assert self._at is not None
-        counts, (step, committed, rollbacks) = run.counts, self._at
-        steps = counts.step - step
-        if steps < 1 or (counts.committed - committed, counts.rollbacks) != (steps, rollbacks):
-            return
-        variables, values = [], []
-        for variable in run.train_state().trainable:
-            value, before = keras_variables.view(variable), self._weights.get(id(variable))
-            norm, moved = sizes(value)[0], np.nan
-            if before is not None:
-                moved = sizes(finiteness.widen(value) - finiteness.widen(before))[0] / steps
-            variables.append((str(getattr(variable, "path", "")), "trainable"))
-            values.append((norm, moved / norm if norm else np.nan))
-        for layer in keras_layers.batchnorms(run.model):
-            for variable in (layer.moving_mean, layer.moving_variance):
-                value = finiteness.widen(keras_variables.view(variable))
-                variables.append((str(variable.path), "statistics"))
-                values.append((float(value.min()), float(value.max())))
-        measured = np.array(values).reshape(-1, 2)
-        run.recording.layers(tuple(variables), measured)
-
-
-# Finite faults
 
 
 class Monitors:

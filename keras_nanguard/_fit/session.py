@@ -322,7 +322,6 @@ class Session:
             closing.callback(run.recording.end, self.finished)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
-            closing.callback(self.tasks.layer_looks.release)
             closing.callback(run.recent.restart)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others

@@ -9,7 +9,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.incidents import Incidents, incident_of
-from keras_nanguard._fit.monitors import LayerLooks, Monitors
+from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.overflow import needs_low_scale
 from keras_nanguard._fit.run import Run, bad_scales
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
@@ -25,15 +25,13 @@ class Tasks:
 
     Attributes:
         monitors: the checks for finite faults.
-        layer_looks: the measurements of the layers.
         divergence: the check whether the run is lost.
     """
 
     def __init__(self, run: Run, incidents: Incidents):
         self.run, self.incidents = run, incidents
-        self.monitors, self.layer_looks = Monitors(), LayerLooks()
+        self.monitors = Monitors()
         self.divergence = Divergence(bool(run.policy.divergence.action))
-        run.plan("layers", 1)
         run.plan("checks", self.monitors.next_look(0))
         run.plan("divergence", self.divergence.next_look(0))
         run.plan("snapshot", run.policy.snapshot.every or inf)
@@ -124,7 +122,6 @@ class Tasks:
 TASKS: dict[str, Callable[[Tasks], float]] = {
     "changes": Tasks.continue_changes,
     "rate": Tasks.read_rate,
-    "layers": lambda tasks: tasks.layer_looks.look(tasks.run),
     "checks": Tasks.check,
     "divergence": Tasks.look_for_divergence,
     "proof": Tasks.promote,

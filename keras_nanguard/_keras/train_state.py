@@ -54,11 +54,6 @@ class TrainState:
     layers: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
 
-    @property
-    def gradient_bytes(self) -> int:
-        """How many bytes the gradients of a step take: one for each trainable weight."""
-        return sum(map(keras_variables.bytes_of, self.trainable))
-
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
         """Return the train state of a built model, with what its built optimizers have."""

@@ -20,7 +20,7 @@ NAME = "recording.sqlite"
 APPLICATION = 0x6E616E67
 """`PRAGMA application_id` of the file: `nang`."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of tables and values: `PRAGMA user_version` of the file, which readers check before they
 open it, and `Recording.meta["format"]`. It increases if a reader would misread the new ones."""
 
@@ -64,7 +64,6 @@ COLUMNS: Mapping[str, str] = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
     "steps": ", ".join((_ID, *_STEP)),
     "events": f"{_ID}, step INTEGER, epoch INTEGER, time REAL, kind TEXT, text TEXT, data TEXT",
-    "layers": f"{_ID}, step INTEGER, path TEXT, kind TEXT, a REAL, b REAL",
     "samples": f"{_ID}, fingerprint TEXT, label TEXT, place INTEGER, times INTEGER, steps TEXT,"
     " why TEXT",
 }
@@ -75,12 +74,25 @@ and `samples.steps` hold JSON. `samples.place` is `BadSample.index`, and `sample
 SCHEMA = {table: f"CREATE TABLE {table} ({columns})" for table, columns in COLUMNS.items()}
 """The statement that makes each table."""
 
+ONLY_FORMAT_1 = (
+    "layers",
+    "CREATE TABLE layers"
+    " (id INTEGER PRIMARY KEY, step INTEGER, path TEXT, kind TEXT, a REAL, b REAL)",
+)
+"""A table of format 1 that later formats do not have, and its statement."""
+
 
 def make(connection: sqlite3.Connection) -> None:
     """Create the tables."""
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     for statement in SCHEMA.values():
         connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Convert the tables of an older format."""
+    connection.execute(f"DROP TABLE IF EXISTS {ONLY_FORMAT_1[0]}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
 
 
@@ -171,9 +183,6 @@ MAX_EVENT_TEXT = 6 << 20
 """Maximum number of characters of all events; above it, only the newest half of it is kept. The
 file keeps older events."""
 
-MAX_LAYER_ROWS = 40_000
-"""Maximum number of rows of `layers`."""
-
 _EVENT_TEXT = "sum(length(text) + length(data))"
 
 _DROP_OLD_EVENTS = (
@@ -183,7 +192,7 @@ _DROP_OLD_EVENTS = (
 )
 
 
-_NUMBERED = ("steps", "layers", "samples")
+_NUMBERED = ("steps", "samples")
 """Tables whose rows are numbered from 0 in order of time."""
 
 
@@ -267,14 +276,3 @@ class Memory:
 
     def _size_of_events(self) -> int:
         return int(self.one(f"SELECT coalesce({_EVENT_TEXT}, 0) FROM events"))
-
-    def add_layers(self, rows: Sequence[Row]) -> None:
-        """Append one moment. Above the limit every second one is removed, except in the last
-        quarter."""
-        self.run(insert("layers"), rows)
-        if self.one("SELECT count(*) FROM layers") <= MAX_LAYER_ROWS:
-            return
-        query = "SELECT DISTINCT step FROM layers ORDER BY step"
-        steps = [step for (step,) in self.connection.execute(query)]
-        dropped = steps[: len(steps) * 3 // 4][1::2] if len(steps) > 4 else steps[:-1]
-        self.run("DELETE FROM layers WHERE step = ?", [(step,) for step in dropped])

@@ -19,6 +19,7 @@ from keras_nanguard._recording.database import (
     FORMAT,
     MAX_TEXT,
     NAME,
+    ONLY_FORMAT_1,
     SCHEMA,
 )
 
@@ -46,7 +47,8 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
         connection.set_progress_handler(lambda: int(time.monotonic() > end), 100_000)
         connection.execute("BEGIN")
         query = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100"
-        if set(connection.execute(query)) != {("table", *table) for table in SCHEMA.items()}:
+        tables = {("table", *table) for table in SCHEMA.items()}
+        if set(connection.execute(query)) not in (tables, tables | {("table", *ONLY_FORMAT_1)}):
             raise ValueError("it has other tables")
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         yield connection

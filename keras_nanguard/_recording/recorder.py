@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -269,19 +269,6 @@ class Recorder:
         with self._changing():
             at = (int(step) + self.base, int(epoch), self._now())
             self._memory.add_event((*at, kind, as_text(text), as_json(data or {})))
-
-    def layers(self, step: int, variables: Sequence[tuple[str, str]], values: Any) -> None:
-        """Record the measurements of the layers after a step.
-
-        Args:
-            step: the step.
-            variables: path and kind (`trainable` or `statistics`) of each variable.
-            values: array of shape `(variables, 2)`.
-        """
-        with self._changing():
-            at, numbers = int(step) + self.base, np.asarray(values, np.float32).tolist()
-            rows = [(None, at, as_text(p), k, *v) for (p, k), v in zip(variables, numbers)]
-            self._memory.add_layers(rows)
 
     def sample(self, sample: BadSample) -> None:
         """Record a bad sample, or that it has occurred again."""

@@ -138,15 +138,12 @@ class Recording:
             number. Above 32,768 rows every second committed step is removed, and every second step
             if most are refused, except among the last 8,192 rows.
         events: events in order of time.
-        layers: for each variable path the arrays `step`, `weight_norm` and `update_ratio`
-            (trainable variables), or `step`, `low` and `high` (statistics of BatchNormalization).
         samples: bad rows of the data.
     """
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, Array] = field(default_factory=no_steps)
     events: tuple[Event, ...] = ()
-    layers: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     samples: tuple[BadSample, ...] = ()
 
     @classmethod
@@ -225,7 +222,6 @@ def from_rows(rows: Mapping[str, Sequence[Row]]) -> Recording:
         meta=_meta({str(key): plain_values.loads(value) for key, value in rows["meta"]}),
         steps=_steps(rows["steps"]),
         events=tuple(_event(*row) for row in rows["events"]),
-        layers=_layers(rows["layers"]),
         samples=tuple(_sample(*row) for row in rows["samples"]),
     )
 
@@ -244,10 +240,6 @@ def _column(values: Sequence[Any], dtype: type) -> Any:
     for end in (found.min(initial=0), found.max(initial=0)):
         _whole(end)
     return found.astype(dtype)
-
-
-def _number(value: Any) -> float:
-    return np.nan if value is None else float(value)
 
 
 def _whole(value: Any) -> int:
@@ -281,25 +273,6 @@ def _sample(
     index = None if index is None else _whole(index)
     listed = tuple(_whole(step) for step in plain_values.loads(steps))
     return BadSample(str(label), index, str(fingerprint), _whole(times), listed, str(reason))
-
-
-_TRAINABLE, _STATISTICS = ("weight_norm", "update_ratio"), ("low", "high")
-"""Names of the numbers of a trainable variable, and of any other."""
-
-
-def _layers(rows: Sequence[tuple[Any, ...]]) -> dict[str, dict[str, Array]]:
-    """Return the rows of `layers` as arrays, by the path of the variable."""
-    own: dict[str, list[tuple[Any, ...]]] = {}
-    for _, step, path, kind, *numbers in rows:
-        row = (_whole(step), str(kind), *map(_number, numbers))
-        own.setdefault(str(path), []).append(row)
-    found = {}
-    for path, of_path in own.items():
-        steps, kinds, *columns = zip(*of_path)
-        names = _TRAINABLE if kinds[0] == "trainable" else _STATISTICS
-        found[path] = {"step": np.array(steps, np.int64)}
-        found[path] |= {name: np.array(column) for name, column in zip(names, columns)}
-    return found
 
 
 def measured(recording: Recording, name: str) -> tuple[Array, Array, Array]:

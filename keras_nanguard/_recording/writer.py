@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._recording.database import NAME, Statement, as_json, make, transaction
+from keras_nanguard._recording.database import NAME, Statement, as_json, make, transaction, upgrade
 from keras_nanguard._recording.reading import check_header
 
 WAIT = 30.0
@@ -55,8 +55,7 @@ class File:
             run("PRAGMA synchronous = NORMAL")
             run("PRAGMA cache_size = -512")  # KiB
             with transaction(self._connection):
-                if fresh:
-                    make(self._connection)
+                (make if fresh else upgrade)(self._connection)
                 run("INSERT OR REPLACE INTO meta VALUES ('writer', ?)", self._writer)
                 self._execute(statements)
             run("PRAGMA journal_mode = WAL").fetchone()

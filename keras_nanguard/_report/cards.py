@@ -11,7 +11,7 @@ import base64
 import shlex
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
 from pathlib import Path
@@ -182,16 +182,7 @@ def _png(pixels: Array) -> bytes:
 MAX_CARDS = 200
 """Maximum number of kinds with a card. All others share one."""
 
-_MAX_OUTCOMES, _MAX_BEFORE, _MAX_LAYER_ROWS = 12, 6, 60
-
-
-class Course(NamedTuple):
-    """The last measurements of a variable before a step as text, and whether they grew tenfold."""
-
-    path: str
-    measure: str
-    values: str
-    grown: bool
+_MAX_OUTCOMES = 12
 
 
 @dataclass(frozen=True)
@@ -210,7 +201,6 @@ class Card:
         bundle: folder of the bundle, or `""`.
         replay: the command that replays it.
         labels: names of the bad rows of the step.
-        before: how each layer changed before the step.
     """
 
     title: str
@@ -224,7 +214,6 @@ class Card:
     bundle: str
     replay: str
     labels: Sequence[str]
-    before: Sequence[Course]
 
 
 def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
@@ -232,7 +221,7 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
 
     Args:
         run: the run.
-        steps: the step of each incident, counted as in the samples and layers of the recording.
+        steps: the step of each incident, counted as in the samples of the recording.
     """
     groups = console.kinds(run.incidents, steps)
     kept = sorted(groups[:MAX_CARDS], key=lambda kind: (kind.first.step, kind.first.epoch))
@@ -268,7 +257,6 @@ def _card(run: ShownRun, kind: IncidentKind) -> Card:
         bundle=bundle,
         replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
         labels=[one.label for one in recording.samples if step in one.steps][:20],
-        before=_before(recording.layers, step),
     )
 
 
@@ -277,18 +265,3 @@ def snippet(diagnosis: Diagnosis) -> str:
     name = diagnosis.culprit_shown.rpartition("/")[2]
     code = str(CAUSE_WORDS[diagnosis.cause].get("code", ""))
     return code.replace("{name}", name if name.isidentifier() and not iskeyword(name) else "x")
-
-
-def _before(layers: Mapping[str, Mapping[str, Any]], step: int) -> list[Course]:
-    """Return the last measurements of each layer before a step, those that grew tenfold first."""
-    found = []
-    for path, columns in layers.items():
-        end = int(np.searchsorted(np.asarray(columns["step"]), step, side="right"))
-        for name, values in columns.items():
-            last = np.asarray(values, np.float64)[:end]
-            last = last[~np.isnan(last)][-_MAX_BEFORE:]  # NaN means not measured
-            if name != "step" and len(last):
-                grown = bool(abs(last[-1]) > 10.0 * abs(last[0]) > 0.0)
-                text = " → ".join(f"{value:.3g}" for value in last)
-                found.append(Course(path, name.replace("_", " "), text, grown))
-    return sorted(found, key=lambda course: not course.grown)[:_MAX_LAYER_ROWS]

@@ -31,8 +31,7 @@ POINTS = 2000
 """Points of each curve."""
 
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
-_MEASURES = ("update_ratio", "weight_norm")
-_MAX_LAYERS, _LAYER_POINTS, _MAX_SAMPLES = 400, 240, 1000
+_MAX_SAMPLES = 1000
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -73,12 +72,10 @@ def page(run: ShownRun) -> str:
     run, steps = _placed(run)
     recording = run.recording
     found = cards(run, steps)
-    layers, layer_rows = _layers(recording)
     meta = recording.meta
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
         "marks": _marks(run, found),
-        "layers": layers,
     }
     return rendered(
         "report.html",
@@ -90,9 +87,6 @@ def page(run: ShownRun) -> str:
         healthy=_healthy(run),
         nothing="No step has run yet." if meta else "There are no incidents.",
         charts=data["charts"],
-        layer_rows=layer_rows,
-        measures=[name for name in _MEASURES if any(name in row for row in layers["rows"])],
-        more_layers=max(len(recording.layers) - _MAX_LAYERS, 0),
         samples=recording.samples[:_MAX_SAMPLES],
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
         events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
@@ -234,26 +228,3 @@ def _times(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     size, unit = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
     return [("start", start), ("duration", f"{seconds / size:.{int(unit == 'h')}f} {unit}")]
-
-
-def _layers(recording: Recording) -> tuple[dict[str, Any], list[tuple[str, str, list[str]]]]:
-    """Return the map of layers for the script, and its rows: path, measured column, and first
-    and last value."""
-    found: list[dict[str, Any]] = []
-    rows = []
-    for path, columns in list(recording.layers.items())[:_MAX_LAYERS]:
-        step = np.asarray(columns["step"])
-        names = [name for name in columns if name != "step"]
-        measures = {name: np.asarray(columns[name], np.float64) for name in names}
-        if "high" in measures:
-            measures = {"range": np.maximum(np.abs(measures["low"]), np.abs(measures["high"]))}
-        known = {name: v[~np.isnan(v)] for name, v in measures.items()}
-        known = {name: v for name, v in known.items() if len(v)}
-        if not known:
-            continue
-        pick = np.linspace(0, len(step) - 1, min(len(step), _LAYER_POINTS)).astype(int)
-        strips = {name: _short(measures[name][pick]) for name in known}
-        found.append({"step": (step[pick] + 1).tolist(), **strips})
-        ends = [f"{v[0]:.3g} → {v[-1]:.3g}" for v in known.values()]
-        rows.append((path, " / ".join(known), ends))
-    return {"rows": found}, rows

@@ -233,7 +233,7 @@ def test_documented_schema(tmp_path):
     connection = sqlite3.connect(tmp_path / NAME)
     page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8").split("### Schema")[1]
     tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    assert len(tables) == 5
+    assert len(tables) == 4
     for table in tables:
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
         line = next(line for line in page.splitlines() if line.startswith(f"| `{table}` |"))
@@ -299,10 +299,10 @@ HOSTILE = {
     "text": lambda path: path.write_text("a diary"),
     "another database": lambda path: (path.unlink(), changed("CREATE TABLE t (a)")(path)),
     "newer": changed("PRAGMA user_version = 99"),
-    "a view": changed("DROP TABLE steps", "CREATE VIEW steps AS SELECT * FROM layers"),
+    "a view": changed("DROP TABLE steps", "CREATE VIEW steps AS SELECT * FROM samples"),
     "a trigger": changed("CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM steps; END"),
     "an endless view": changed(
-        "DROP TABLE layers", "CREATE VIEW layers AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+        "DROP TABLE samples", "CREATE VIEW samples AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
     ),
     "another column": changed("ALTER TABLE meta ADD COLUMN more"),
     "text for numbers": changed("UPDATE steps SET loss = 'high' WHERE id = 8500"),
@@ -311,9 +311,8 @@ HOSTILE = {
     "nested JSON": changed("UPDATE events SET data = replace(hex(zeroblob(100000)), '00', '[')"),
     "a list": changed("UPDATE events SET data = '[1]'"),
     "lists in lists": changed(f"UPDATE events SET data = '{json.dumps({'a': NESTED})}'"),
-    "no step of a layer": changed("INSERT INTO layers (path, kind, a) VALUES ('a', 'trainable', 1)"),
-    "text for a norm": changed("INSERT INTO layers (step, path, kind, a) VALUES (1, 'a', 'trainable', 'high')"),
-    "an endless step": changed("INSERT INTO layers (step, path, kind, a) VALUES (9e999, 'a', 'trainable', 1)"),
+    "no step of an event": changed("INSERT INTO events VALUES (NULL, NULL, 0, 1.0, 'epoch', '', '{}')"),
+    "an endless step": changed("INSERT INTO events VALUES (NULL, 9e999, 0, 1.0, 'epoch', '', '{}')"),
     "steps that overflow": changed("INSERT INTO steps (step, epoch, batch, status, undone) VALUES (9223372036854775807, 0, 0, 0, 0)"),
     "a step of many digits": changed(f"INSERT INTO samples VALUES (0, 'f', 'x', 1, 1, '[{'9' * 4000}]', '')"),
     **{

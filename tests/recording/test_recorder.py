@@ -101,17 +101,15 @@ class TestRecorder:
         np.testing.assert_array_equal(rates, [0.5] * 5 + [np.nan] + [0.25] * 3 + [np.nan] * 2 + [0.1])
 
     def test_memory_is_limited(self):
-        """A hundred thousand steps, 30,000 incidents and many layers take no more than 16 MB."""
+        """A hundred thousand steps and 30,000 incidents take no more than 16 MB."""
         incident = recordings.incident(5, 0, 5)
         text, data, made = str(incident), incident.to_dict(), recorder()
-        variables = [(f"a/long/path/of/variable_{n}", "trainable") for n in range(100)]
         for block in range(250):
             for step in range(block * 400, block * 400 + 400):
                 made.push(step, 1.0, 1.0, 1.0)
             for number in range(120):
                 made.event("incident", number, 0, text, data)
             made.event("snapshot", block, 0)
-            made.layers(block * 400, variables, np.ones((100, 2)))
         query = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
         assert made._memory.connection.execute(query).fetchone()[0] < 16e6
         found = made.recording

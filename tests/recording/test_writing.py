@@ -97,7 +97,6 @@ CALLS = {
     "undo": lambda made: made.undo(0),
     "note": lambda made: made.note(epochs=3),
     "event": lambda made: made.event("snapshot", 3, 0),
-    "layers": lambda made: made.layers(3, (("net", "trainable"),), np.ones((1, 2))),
     "sample": lambda made: made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (3,), "1 NaN of 8 in x")),
     "epoch_means": lambda made: made.epoch_means(0),
     "begin": lambda made: made.begin({}, scaled=True, path=None),
@@ -169,14 +168,13 @@ def test_values_of_any_kind(tmp_path):
     made = Recorder()
     made.begin({"model": "\ud800", "epochs": np.int64(3), "path": Path("p")}, scaled=True, path=tmp_path / NAME)
     made.event("snapshot", 0, 0, "\ud800", {"rate": np.float32(0.5), "name": "\ud800", "kind": object})
-    made.layers(0, (("net/\ud800", "trainable"),), np.ones((1, 2)))
     made.sample(BadSample("scan-\ud800.png", 7, "ab" * 32, 1, (np.int64(5),), "\ud800"))
     made.end("finished", 1, 0)
     assert made.problem() == ""
     found = Recording.read(tmp_path)
     assert (found.meta["model"], found.meta["epochs"], found.meta["path"]) == ("?", 3, "p")
     assert found.events[1].text == "?" and found.events[1].data == {"rate": 0.5, "name": "?", "kind": "<class 'object'>"}
-    assert list(found.layers) == ["net/?"] and found.samples[0].label == "scan-?.png" and found.samples[0].steps == (5,)
+    assert found.samples[0].label == "scan-?.png" and found.samples[0].steps == (5,)
 
 
 @pytest.mark.parametrize("when", ["__init__", "write"])

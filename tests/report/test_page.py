@@ -221,13 +221,6 @@ def test_many_kinds_have_one_card_in_common():
     assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
 
 
-def test_how_layers_went_up_to_an_incident():
-    """Only up to the step; values that grew tenfold come first."""
-    layers = {"a": {"step": np.arange(5), "weight_norm": np.ones(5)}, "b": {"step": np.arange(5), "weight_norm": 10.0 ** np.arange(5)}}
-    (found,) = cards.cards(ShownRun([Incident(3, 0, 3, ())], Recording(layers=layers)), [3])
-    assert found.before == [("b", "weight norm", "1 → 10 → 100 → 1e+03", True), ("a", "weight norm", "1 → 1 → 1 → 1", False)]
-
-
 def test_code_to_paste():
     """Each piece of code is valid Python, and uses only identifiers from the data."""
     for cause in CAUSES:

@@ -177,7 +177,7 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
 
 
 CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
-COLUMNS = {"meta": 2, "steps": 11, "events": 7, "layers": 6, "samples": 7}
+COLUMNS = {"meta": 2, "steps": 11, "events": 7, "samples": 7}
 
 
 @SEVERAL

@@ -11,8 +11,6 @@ LIMITS = {
     "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
     "seconds of trials of a run that has learned nothing": "_fit.divergence.MINUTE",
     "values of a chunk of the row search": "_fit.bad_data._CHUNK",
-    "share of the time for looks": "_fit.monitors.SHARE",
-    "steps between two looks": "_fit.monitors.MIN_STEPS",
     "steps of a recording": "_recording.database.MAX_STEPS",
     "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
     "seconds that a fit waits for its recording": "_recording.writer.WAIT",

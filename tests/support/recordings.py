@@ -74,7 +74,7 @@ def synthetic(steps: int = 2000, incidents: int = 3, name: str = "net", seed: in
         "overflows": int((status == OVERFLOW).sum()),
     }
     events = _events(columns, bad, name, epoch)
-    return Recording(meta, columns, events, _layers(steps, name), _samples(bad, name))
+    return Recording(meta, columns, events, _samples(bad, name))
 
 
 def _events(columns: dict[str, np.ndarray], bad: np.ndarray, name: str, epoch: int) -> tuple[Event, ...]:
@@ -121,17 +121,6 @@ def incidents_of(recording: Recording) -> list[Incident]:
 def run_of(recording: Recording, **more: Any) -> ShownRun:
     """Return the run of a recording, as reports show it."""
     return ShownRun(incidents_of(recording), recording, **more)
-
-
-def _layers(steps: int, name: str) -> dict[str, dict[str, np.ndarray]]:
-    step = np.arange(0, steps, max(steps // 100, 1))
-    wave = 1 + 0.5 * np.sin(step / max(steps / 20, 1))
-    layers = {
-        f"{name}/dense_{n}/kernel": {"step": step, "weight_norm": (3 + wave) / (n + 1), "update_ratio": 1e-3 * wave}
-        for n in range(6)
-    }
-    layers[f"{name}/batch_normalization/moving_variance"] = {"step": step, "low": 0.1 * wave, "high": 5 * wave}
-    return layers
 
 
 def _samples(bad: np.ndarray, name: str) -> tuple[BadSample, ...]:

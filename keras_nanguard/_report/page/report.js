@@ -127,25 +127,10 @@ function legend() {
     square.style.background = colour(name); item.append(square, text + ": " + count.toLocaleString("en")); list.append(item);
   }
 }
-function strips() {
-  const measure = document.getElementById("measure")?.value;
-  for (const canvas of document.querySelectorAll("canvas[data-layer]")) {
-    const row = data.layers.rows[+canvas.dataset.layer], values = row[measure] || row.range || row[Object.keys(row).find(k => k !== "step")], c = canvas.getContext("2d");
-    canvas.width = Math.max(row.step.length, 1); canvas.height = 6;
-    const logs = values.map(v => v == null ? null : Math.log10(Math.max(Math.abs(v), 1e-30))), known = logs.filter(v => v != null);
-    const low = Math.min(...known), span = Math.max(Math.max(...known) - low, 0.3);
-    logs.forEach((v, n) => { const t = v == null ? 0 : (v - low) / span; c.fillStyle = v == null ? "#f0c" : `hsl(${260 - 210 * t} 80% ${22 + 45 * t}%)`; c.fillRect(n, 0, 1, 6); });
-    c.fillStyle = colour("bad");
-    for (const step of new Set(incidents[0])) { const n = row.step.findIndex(s => s >= step); if (n >= 0) c.fillRect(n, 0, 1, 1); }
-    canvas.title = number(values[0]) + " → " + number(values[values.length - 1]);
-    canvas.onmousemove = event => { const n = Math.min(row.step.length - 1, Math.floor(event.offsetX / canvas.clientWidth * row.step.length)); canvas.title = "step " + row.step[n] + ": " + number(values[n]); };
-  }
-}
 const boxes = document.querySelectorAll(".plot");
 charts.forEach((chart, n) => plots.push(plot(chart, boxes[n])));
 if (plots.length) { zoom(...whole); said.textContent = ""; }
-legend(); strips();
-document.getElementById("measure")?.addEventListener("change", strips);
+legend();
 document.querySelectorAll("[data-zoom]").forEach(button => button.addEventListener("click", moves[button.dataset.zoom]));
 document.querySelectorAll("[data-copy]").forEach(button => button.addEventListener("click", async () => {
   const code = button.previousElementSibling;
