@@ -43,7 +43,6 @@ CHECKED_POLICY = COMPARED_RUNS = 1
 
 @command(
     argument("paths", "FILE", FILES, nargs="+"),
-    flag("--notes", "also list harmless observations, such as kernels of zeros"),
     *LIMITS,
     JSON,
 )
@@ -67,10 +66,6 @@ def scan(given: argparse.Namespace) -> int:
             codes.add(output.MISUSE)
             continue
         codes.add(output.show(report, given.json))
-        for entry in report.variables if given.notes and not given.json else ():
-            for one in entry.problems:
-                if one.severity == "note":
-                    output.say(f"note: {entry.path}: {one.detail}")
     return max(codes)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from keras_nanguard._files.formats.contents import Identity, ModelArray
 
 SEVERITIES = ("error", "warning", "note")
-"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`: for
-information only."""
+"""Worst first. `error`: the model computes NaN or Inf from it. `warning`: it may. `note`, of a
+hazard only: for information."""
 
 STATISTICS_LIMIT = 1e6
 """Magnitude above which moving statistics are out of range.
@@ -42,14 +42,6 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     ),
     "zero_variance": ("warning", "every variance is 0: the layer divides by sqrt(epsilon) alone"),
     "unread": ("warning", "not read: {reason}"),
-    "metric": (
-        "note",
-        "{count} NaN or Inf in a metric, left by the last evaluation; the next one resets it",
-    ),
-    "beyond_float16": ("note", "{count} beyond 65504, the largest float16, up to {value:.6g}"),
-    "all_zero": ("note", "all {count} values are 0"),
-    "constant": ("note", "all {count} values are {value:.6g}"),
-    "denormal": ("note", "{count} denormal, which float arithmetic may flush to 0"),
 }
 """Every problem that a scan can report: its severity, and its sentence."""
 
@@ -64,8 +56,6 @@ class ArrayStats:
         posinf: number of +Inf.
         neginf: number of -Inf.
         zeros: number of exact zeros, of either sign.
-        denormals: number of nonzero values below the smallest normal number of the dtype of the
-            array.
         beyond_float16: number of finite values above 65504 in magnitude.
         beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was
             given.
@@ -80,7 +70,6 @@ class ArrayStats:
     posinf: int = 0
     neginf: int = 0
     zeros: int = 0
-    denormals: int = 0
     beyond_float16: int = 0
     beyond_limit: int = 0
     min: float | None = None
@@ -96,11 +85,6 @@ class ArrayStats:
     def nonfinite(self) -> int:
         """Number of values that are NaN or infinite."""
         return self.nan + self.inf
-
-    @property
-    def constant(self) -> bool:
-        """Whether there are at least two values and all of them are the same finite number."""
-        return self.size > 1 and self.nonfinite == 0 and self.min == self.max
 
     @property
     def all_zero(self) -> bool:
@@ -179,15 +163,12 @@ def problem(code: str, count: int = 0, **values: Any) -> Problem:
 
 def find_problems(array: ModelArray, found: ArrayStats, limits: Limits) -> tuple[Problem, ...]:
     """Return the problems of an array, worst first, from its statistics, taken with its limit."""
-    problems = _problems(array.who, found, limits, len(array.shape))
+    problems = _problems(array.who, found, limits)
     return tuple(sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)))
 
 
-def _problems(who: Identity, found: ArrayStats, limits: Limits, rank: int) -> Iterator[Problem]:
-    """Yield the problems; a kernel of zeros is reported, a bias of zeros is its initial value."""
-    if who.layer_class == "Metric":  # a result, not part of the model
-        if found.nonfinite:
-            yield problem("metric", found.nonfinite)
+def _problems(who: Identity, found: ArrayStats, limits: Limits) -> Iterator[Problem]:
+    if who.layer_class == "Metric":  # a result, which the next evaluation resets
         return
     for code, count in (("nan", found.nan), ("inf", found.inf)):
         if count:
@@ -204,10 +185,5 @@ def _problems(who: Identity, found: ArrayStats, limits: Limits, rank: int) -> It
             bound = limits.of(who)
             code = "beyond_limit" if bound == limits.limit else "out_of_range"
             yield problem(code, found.beyond_limit, limit=bound, value=largest)
-        if found.beyond_float16 and who.role == "weight":
-            code = "float16_overflow" if who.in_float16 else "beyond_float16"
-            yield problem(code, found.beyond_float16, value=largest)
-    if who.role == "weight" and rank > 1 and (found.all_zero or found.constant):
-        yield problem("all_zero" if found.all_zero else "constant", found.size, value=found.min)
-    if who.role in ("weight", "statistics") and found.denormals:
-        yield problem("denormal", found.denormals)
+        if found.beyond_float16 and who.role == "weight" and who.in_float16:
+            yield problem("float16_overflow", found.beyond_float16, value=largest)

@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -116,7 +115,7 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
     counts: Counter[str] = Counter()
     smallest, largest, total = math.inf, -math.inf, 0.0
     with np.errstate(all="ignore"):
-        for values, tiny in _blocks(pieces):
+        for values in _blocks(pieces):
             # The minimum or maximum of values with a NaN is NaN, and an infinity is one of the two.
             counts["size"] += values.size
             low, high = float(values.min()), float(values.max())
@@ -131,15 +130,12 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
             smallest, largest = min(smallest, low), max(largest, high)
             added = float(values.sum())
             total += added if math.isfinite(added) else float(values.sum(dtype=np.float64))
-            magnitudes = np.abs(values)
-            if magnitudes.min() < tiny:
-                zeros = int(np.count_nonzero(magnitudes == 0))
-                counts["zeros"] += zeros
-                counts["denormals"] += int(np.count_nonzero(magnitudes < tiny)) - zeros
+            if low <= 0 <= high:
+                counts["zeros"] += values.size - int(np.count_nonzero(values))
             bounds = {"beyond_float16": FLOAT16_MAX, "beyond_limit": limit}
             for name, bound in bounds.items():
                 if bound is not None and max(-low, high) > bound:
-                    counts[name] += int(np.count_nonzero(magnitudes > np.float64(bound)))
+                    counts[name] += int(np.count_nonzero(np.abs(values) > np.float64(bound)))
     finite = counts["size"] - counts["nan"] - counts["posinf"] - counts["neginf"]
     if not finite:
         return ArrayStats(**counts)
@@ -147,24 +143,13 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
     return ArrayStats(**counts, min=smallest, max=largest, mean=mean)
 
 
-def _blocks(pieces: Iterable[Any]) -> Iterator[tuple[NDArray[Any], Any]]:
-    """Yield the values in blocks, in the native float type in which NumPy counts them exactly, with
-    the smallest normal number of their own dtype."""
+def _blocks(pieces: Iterable[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the values in blocks, in the native float type in which NumPy counts them exactly."""
     for piece in pieces:
         flat = np.ascontiguousarray(piece).reshape(-1)
         if flat.dtype.kind == "c":
             flat = flat.view(flat.real.dtype)
         is_wide = flat.dtype.kind == "f" and flat.dtype.itemsize >= 4
         wide = flat.dtype.newbyteorder("=") if is_wide else np.dtype(np.float32)
-        tiny = wide.type(_smallest_normal(flat.dtype))
         for start in range(0, flat.size, _PIECE_VALUES):
-            yield flat[start : start + _PIECE_VALUES].astype(wide, copy=False), tiny
-
-
-@cache
-def _smallest_normal(dtype: np.dtype[Any]) -> float:
-    if dtype.kind == "f" and dtype.name.startswith("float") and dtype.itemsize > 1:
-        return float(np.finfo(dtype).smallest_normal)
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).smallest_normal)
+            yield flat[start : start + _PIECE_VALUES].astype(wide, copy=False)

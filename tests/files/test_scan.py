@@ -34,11 +34,6 @@ CASES = {
     "beyond_limit": ("kernel", "weight", [[1.0, -20.0]], {"limit": 10.0}),
     "float16_overflow": ("kernel", "weight", [[1.0, 7e4]], {"dtype": "float16"}),
     "zero_variance": ("moving_variance", "statistics", [0.0, 0.0], {}),
-    "beyond_float16": ("kernel", "weight", [[1.0, 7e4]], {}),
-    "metric": ("total", "other", [1.0, np.nan], {"layer_class": "Metric"}),
-    "all_zero": ("kernel", "weight", [[0.0, 0.0]], {}),
-    "constant": ("kernel", "weight", [[2.0, 2.0]], {}),
-    "denormal": ("kernel", "weight", [[1.0, 1e-310]], {}),
 }
 
 
@@ -67,7 +62,8 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes data of any scale
         ("kernel_momentum", "slot", [[0.0, 0.0]], "Optimizer"),
         ("kernel_velocity", "slot", [[1e-310, 1e9]], "Optimizer"),
-        ("kernel", "weight", [[3.0]], "Dense"),
+        ("kernel", "weight", [[7e4]], "Dense"),
+        ("total", "other", [1.0, np.nan], "Metric"),
         ("kernel", "weight", np.zeros((0, 3)), "Dense"),
     ],
 )
@@ -76,31 +72,22 @@ def test_valid_values_are_not_reported(name, role, values, layer_class):
 
 
 def test_the_worst_layer_and_the_worst_problem_come_first(make):
-    """Errors come before warnings, warnings before notes, and larger shares before smaller ones."""
-    bad = {make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7, make.KERNEL: 0.0}
+    """Errors come before warnings, and larger shares before smaller ones."""
+    bad = {make.SECOND_VARIANCE: np.nan, make.FIRST_MEAN: 1e7}
     report = scan(make.keras(bad))
-    assert [(layer.path, layer.severity) for layer in report.layers] == [
+    assert [(layer.path, layer.severity) for layer in report.layers[:2]] == [
         ("backbone/second_bn", "error"),
         ("backbone/first_bn", "warning"),
-        ("head", "note"),
     ]
     assert [entry.name for entry in report.bad] == ["moving_variance", "moving_mean"]
     assert report.layers[0].variables[0].name == "moving_variance"
 
 
-def test_notes_do_not_spoil_a_clean_report(make):
-    report = scan(make.keras({make.KERNEL: 0.0}))
-    assert report.ok
-    assert report.finite
-    assert report.counts["notes"] == 1
-    assert str(report).endswith("clean, 47 values in 10 variables.")
-
-
 def test_float16_layers_are_reported_by_the_configuration(make):
-    """A weight beyond 65504 is a warning if its layer computes in float16, else a note."""
+    """A weight beyond 65504 is a warning if its layer computes in float16."""
     variables = scan(make.keras({make.KERNEL: 7e4})).variables
     found = {entry.path: entry.problems for entry in variables if entry.problems}
-    assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow", "constant"]
+    assert [problem.code for problem in found["head/kernel"]] == ["float16_overflow"]
     elsewhere = scan(make.weights({make.KERNEL: 7e4}))
     assert elsewhere.ok
 
@@ -158,7 +145,7 @@ def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
 
 
 def test_a_bad_metric_is_not_a_fault_of_the_model(keras):
-    """NaN in metrics, also the model's own, is a note: the model is clean."""
+    """NaN in metrics, also the model's own: the model is clean."""
 
     class Tracking(keras.Sequential):
         def __init__(self, layers):
@@ -171,9 +158,8 @@ def test_a_bad_metric_is_not_a_fault_of_the_model(keras):
     model.evaluate(x, x[:, :1], verbose=0)
     model.tracker.update_state(np.nan)
     report = scan(model)
-    noted = {entry.path: entry.problems[0] for entry in report.variables if entry.problems}
-    assert {"metrics/loss/total", "metrics/tracker/total"} <= set(noted)
-    assert {(found.code, found.severity) for found in noted.values()} == {("metric", "note")}
+    read = {entry.path for entry in report.variables if entry.statistics and entry.statistics.nan}
+    assert {"metrics/loss/total", "metrics/tracker/total"} <= read
     assert report.ok and report.bad == ()
     repaired = repair(model)
     assert repaired.ok and repaired.changes == () and "Still bad" not in str(repaired)
@@ -229,8 +215,6 @@ DTYPES += ("float8_e4m3fn", "float8_e5m2")
 
 def oracle(array, limit=math.inf):
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
-    kind = parts.dtype.newbyteorder("=") if parts.dtype.kind == "f" else parts.dtype
-    tiny = float(ml_dtypes.finfo(kind).smallest_normal)
     values = parts.astype(np.float64).reshape(-1)
     finite = values[np.isfinite(values)]
     return {
@@ -239,7 +223,6 @@ def oracle(array, limit=math.inf):
         "posinf": int(np.isposinf(values).sum()),
         "neginf": int(np.isneginf(values).sum()),
         "zeros": int((values == 0).sum()),
-        "denormals": int(((np.abs(finite) < tiny) & (finite != 0)).sum()),
         "beyond_float16": int((np.abs(finite) > FLOAT16_MAX).sum()),
         "beyond_limit": int((np.abs(finite) > limit).sum()),
         "min": finite.min() if finite.size else None,
