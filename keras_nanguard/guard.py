@@ -73,8 +73,8 @@ class NanGuard(keras.callbacks.Callback):
     Attributes:
         incidents: list of `Incident`, in order of time.
 
-    A copy of a guard (`copy.deepcopy`) is a new guard with the same settings. A pickle also has the
-    incidents so far. Neither is attached to a fit.
+    A copy of a guard (`copy.deepcopy`) or a pickle has the settings and the incidents so far. It is
+    not attached to a fit.
 
     Raises:
         PolicyError: if the policy is not valid; every problem is reported at once.
@@ -120,35 +120,23 @@ class NanGuard(keras.callbacks.Callback):
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
 
-    def _unused(self) -> NanGuard:
-        """Return a new guard with the same settings."""
-        settings = ("directory", "verbose", "functions", "diagnose", "resume", "logs", "sample_ids")
-        return NanGuard(self.policy, **{name: getattr(self, name) for name in settings})
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a pickle: settings, incidents and counts."""
-        unused = vars(self._unused())
-        own = {name: value for name, value in vars(self).items() if name not in unused}
-        return {**unused, **own, "_log": self._log}
+        """Return the state of a copy or a pickle: everything except the fit."""
+        of_fit = dict.fromkeys(("session", "_attached", "_model", "params"))
+        flags = dict.fromkeys(("_unnamed", "_resumed", "_watching"), False)
+        return {**vars(self), **of_fit, **flags}
 
     def __copy__(self) -> Any:
-        """Return a new guard with the same settings, like `__deepcopy__`."""
-        return self._copied_to(type(self).__new__(type(self)), lambda value: value)
+        """Return the same as `copy.deepcopy`."""
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a new guard with the same settings and functions, and copies of the attributes of
-        a subclass. It does not resume, because the snapshots in the directory belong to the
-        original.
+        """Return a copy with the same functions and names of rows. It does not resume, because the
+        snapshots in the directory belong to the original.
         """
         made = memo[id(self)] = type(self).__new__(type(self))
-        return self._copied_to(made, lambda value: copy.deepcopy(value, memo))
-
-    def _copied_to(self, made: NanGuard, copied: Callable[[Any], Any]) -> NanGuard:
-        unused = self._unused()
-        made.__dict__.update({**vars(unused), "_resumed": True})
-        for name, value in vars(self).items():
-            if name not in vars(unused) and not hasattr(unused, name):
-                setattr(made, name, copied(value))
+        memo |= {id(shared): shared for shared in (self.functions, self.sample_ids)}
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _resumed=True)
         return made
 
     @property

@@ -305,13 +305,8 @@ class GuardLog:
         self.incidents: list[Incident] = []
         self.reporter, self.recorder = Reporter(verbose), Recorder()
         self.bad_rows = BadRows(self.recorder, sample_ids)
-        self._ids, self._earlier = sample_ids, Totals()
+        self._earlier = Totals()
         self._counts: Counts | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a pickle: everything seen, but no fit."""
-        rows = BadRows(self.recorder, self._ids)
-        return {**vars(self), "bad_rows": rows, "_earlier": self.totals, "_counts": None}
 
     def begin(self, counts: Counts) -> None:
         """Begin a fit with its counts."""
