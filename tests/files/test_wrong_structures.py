@@ -62,7 +62,7 @@ def outcome(path):
     return reported["found"], reported["memory"]
 
 
-@pytest.mark.daily("layer of fill value", "configuration of lists", "nothing", "two_members*")
+@pytest.mark.daily("layer of fill value", "configuration of lists")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     """Scan, repair and names for a policy: no other error, under a gigabyte and a minute."""

@@ -1,7 +1,6 @@
 """A run on a terminal and in a log: a line per kind, an intact bar, a table at the end."""
 
 import io
-import os
 import re
 import sys
 
@@ -83,13 +82,6 @@ def test_in_a_log_file(monkeypatch):
     assert sum(bool(re.match(r"10/10 - ", line)) for line in lines) == EPOCHS and "" not in lines[:-1]
 
 
-def test_in_a_notebook(monkeypatch):
-    """A notebook, which is not a terminal, clears the line in the same way."""
-    monkeypatch.setitem(sys.modules, "ipykernel", object())
-    lines = shown(fitted(monkeypatch, False))
-    assert sum("━" in line for line in lines) == EPOCHS
-
-
 def incidents(count):
     diagnosis = Diagnosis("input_nonfinite", "inputs/[red]x[/red]\x1b[2J", advice=("Clean [bold]it[/bold].",))
     finding = (Finding("inputs"),)
@@ -106,39 +98,6 @@ def test_the_table(monkeypatch):
     assert "\x1b" not in text and "[red]head" in text and "[red]x[/red]" in text and "[bold]it[/bold]" in text
     assert "skip, rollback" in text and text.index("layer_0") < text.index("[red]x")
     assert f"and {20 + 1 - MAX_ROWS} more kinds" in table_text(incidents(20), "")
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("columns", [40, 60, 80, 200])
-def test_the_table_breaks_no_word(monkeypatch, terminal, columns):
-    """At most 80 columns; long paths lose their beginning, and long code stays complete."""
-    place = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
-    code = "keras.optimizers.Adam(0.001,clipnorm=1.0)"
-    advice = f"Compile with {code} and train it again."
-    diagnosis = Diagnosis("batchnorm_statistics", place, advice=(advice,))
-    one = Incident(3, 0, 3, (Finding("statistics"),), diagnosis=diagnosis)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", Stream(terminal))
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", table_text([one], "head")).splitlines()
-    monkeypatch.undo()
-    assert max(map(len, lines)) <= (min(columns, 80) if terminal else 80)
-    if columns >= 80 or not terminal:
-        words = {word for line in lines for word in line.split()}
-        assert {"batchnorm_statistics", "again.", "train", "first:", "action:"} <= words
-        assert any(word.endswith("/moving_variance'") for word in words)
-        cells = [line.split("│")[3].strip() for line in lines if line.count("│") == 4]
-        assert code in "".join(cells)
-
-
-def test_the_table_in_ascii(monkeypatch):
-    stream = Stream(True)
-    stream.encoding = "ascii"
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = table_text(incidents(1), "head")
-    monkeypatch.undo()
-    assert "╭" not in text and "+--" in text and os.environ.get("NO_COLOR") is None
 
 
 class Tee:

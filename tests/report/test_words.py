@@ -1,4 +1,4 @@
-"""Printed texts and the `repr` of records and reports: one line, one way of counting, short."""
+"""Printed lines: one way of counting, short, and each kind of incident once."""
 
 import math
 from dataclasses import replace
@@ -6,25 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome, Policy
+from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.incident import Effects, Lowered
 from keras_nanguard._core.literals import CAUSES
-from keras_nanguard._core.totals import Totals
-from keras_nanguard._diagnose.examine import DiagnosisReport
-from keras_nanguard._diagnose.replay import ReplayReport
-from keras_nanguard._files.reports import RecalibrateReport, RepairReport, ScanReport
 from keras_nanguard._fit.log import Reporter
-from keras_nanguard._lint import LintReport
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report.console import (
-    Context,
-    brief_line,
-    kinds,
-    summary,
-)
+from keras_nanguard._report.console import Context, brief_line
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
-STOP = Decision("end", ({"action": "stop", "restore": True},), "end: 12 in a row.", True)
 DIAGNOSIS = Diagnosis("input_nonfinite", "inputs/age", (12,), ("Seen one.", "Seen two."), ("Clean it.",), 0.95)
 SKIPPED = Outcome("skip", "done", "the step was skipped")
 
@@ -34,16 +23,6 @@ FOUND = (Finding("inputs", path="x/age", nan=1, inf=0, size=32),)
 
 def incident(step=5, epoch=0, batch=5, findings=FOUND, **fields):
     return Incident(step, epoch, batch, findings, **{"decision": WARN, "outcomes": (SKIPPED,), **fields})
-
-
-def test_findings():
-    assert str(Finding("loss", nan=1, inf=0, size=1)) == "loss: NaN"
-    assert str(Finding("gradients", path="d/k", nan=3, inf=1, size=9)) == "gradients of d/k: 3 NaN and 1 Inf of 9"
-    assert str(Finding("loss", "spike", value=12345.6)) == "loss: spike (1.235e+04)"
-    assert str(Finding("validation", path="loss", value=float("nan"))) == "validation of loss: NaN"
-    assert str(Finding("validation", path="loss", value=float("-inf"))) == "validation of loss: Inf"
-    assert str(Finding("inputs", path="x", nan=3, inf=0, size=9)) == "inputs x: 3 NaN of 9"
-    assert str(Finding("gradients", path="d/k", nan=2, inf=1)) == "gradients of d/k: NaN and Inf"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +41,6 @@ def test_when(given, moment):
     """Steps, epochs and batches count from 1; a result belongs to its call, not to a step."""
     assert given.moment == moment
     assert str(given).startswith(f"{moment} refused: " if given.refused else f"{moment}: ")
-
-
-def test_line():
-    """Finding, cause, place and index in the batch, done and skipped actions."""
-    slower = Outcome("lower_lr", "skipped", "the rate is at min_lr=0")
-    assert str(incident(diagnosis=DIAGNOSIS, outcomes=(slower, SKIPPED))) == (
-        "step 6 (epoch 1, batch 6) refused: inputs x/age: 1 NaN of 32. Cause: input_nonfinite in 'x/age', at index 12 of the batch. "
-        "-> skip: the step was skipped. -> lower_lr not done: the rate is at min_lr=0."
-    )
 
 
 NOT_DONE = Outcome("rollback", "skipped", "there is no verified snapshot to restore")
@@ -176,49 +146,6 @@ def test_brief_lines_of_all_causes_fit(cause):
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
-def test_advice_if_the_user_has_to_act():
-    """The line contains the advice if training ends, or if a result of `evaluate` or `predict` is bad."""
-    assert "Clean it." not in str(incident(diagnosis=DIAGNOSIS))
-    assert "Clean it." in str(incident(diagnosis=DIAGNOSIS, decision=STOP))
-    assert "Clean it." in str(incident(findings=(Finding("validation"),), diagnosis=DIAGNOSIS, refused=False))
-
-
-def test_diagnosis():
-    """A diagnosis prints on several lines: cause, evidence, advice; layers keep their own names."""
-    assert str(DIAGNOSIS).splitlines() == [
-        "Cause: input_nonfinite in 'x/age', at index 12 of the batch.",
-        "  evidence: Seen one.",
-        "  evidence: Seen two.",
-        "  advice:   Clean it.",
-    ]
-    assert Diagnosis("loss_domain", "inputs/log").place == "loss_domain in 'inputs/log'"
-    assert Diagnosis("spike", samples=tuple(range(9))).headline == "Cause: spike, at indices 0, 1, 2, 3, 4, ... of the batch."
-
-
-def test_short_reprs():
-    long = Diagnosis("divergence", "model/dense/kernel", (3,), ("Much was seen. " * 40,), ("Much to do. " * 40,), 0.8)
-    found = incident(diagnosis=long, findings=tuple(Finding("gradients", path=f"layer_{n}/kernel") for n in range(60)))
-    scanned = ScanReport("model.keras", "keras", ())
-    for record in (
-        *(long, found, found.decision, Policy.load("recover"), scanned),
-        RepairReport("model.keras", None, None, True, (), scanned, None),
-        LintReport("model", ()),
-        RecalibrateReport("model", 3, ()),
-        DiagnosisReport(long, (), ()),
-        ReplayReport(found, "eager", "bad", long, ()),
-    ):
-        assert len(repr(record)) < 200 and repr(record).startswith(type(record).__name__), repr(record)
-        assert str(record) != repr(record) and " object at 0x" not in str(record)
-
-
-def test_a_guard_prints_its_summary():
-    from keras_nanguard import NanGuard
-
-    guard = NanGuard("observe", verbose=0)
-    assert repr(guard) == "NanGuard('observe', 0 incidents)" and str(guard) == guard.summary()
-    assert repr(NanGuard("stop", verbose=0)) == "NanGuard('stop', 0 incidents)"
-
-
 class Printed(Reporter):
     """Returns the lines that it prints."""
 
@@ -272,17 +199,3 @@ class TestLines:
         reported = [bool(lines.of_epoch(epoch, refused, 40)) for epoch, refused in enumerate((0, 5, 5, 4, 9, 10, 11, 0))]
         assert reported == [False, True, False, False, False, True, False, False]
         assert lines.of_epoch(8, 3, 0, ["loss"]) and lines.of_epoch(9, 3, 0, ["loss"])
-
-
-def test_kinds():
-    """Incidents by kind, the most frequent first."""
-    back = incident(7, 0, 7, (Finding("loss"),), outcomes=(Outcome("rollback", "done"), Outcome("lower_lr", "done")))
-    reported = kinds([back, *(incident(step, 0, step, diagnosis=DIAGNOSIS) for step in (3, 9))])
-    assert [(len(kind.incidents), str(kind), kind.first.step) for kind in reported] == [
-        (2, "input_nonfinite in 'x/age'", 3),
-        (1, "nonfinite loss", 7),
-    ]
-    assert "2 x input_nonfinite in 'x/age'" in summary([incident(diagnosis=DIAGNOSIS)] * 2, Totals(10, 2))
-    assert "1 skipped, 1 incident.\n" in summary([incident(diagnosis=DIAGNOSIS)], Totals(10, 1))
-    lost = summary([], Totals(10, 1, 0, 2)).splitlines()[0]
-    assert lost == "NanGuard: 10 steps, 1 skipped, 2 skipped steps undone and run again, 0 incidents."
