@@ -198,50 +198,6 @@ def test_a_stage_that_changed_nothing_is_not_repeated():
     assert done[8] == ["rollback", "lower_lr"]
 
 
-def decided_in_fits(fits, policy=HEALS):
-    """Return the actions for incidents; `fits` has those of each fit, and its number of steps."""
-    state, found = PolicyState(), []
-    for incidents, steps in fits:
-        for incident in incidents:
-            decision, state = decide(policy, state, incident)
-            found.append([action["action"] for action in decision.actions])
-        state = state.after_fit(steps)
-    return found
-
-
-def test_a_restart_forgets_neither_the_faults_nor_the_time_since():
-    """A fault at the same step after each restart ends training; one long after others does not."""
-    damage = [bad(50, "state")]
-    again = decided_in_fits([(damage, 60)] * 7)
-    assert again[0] == ["rollback"] and again[1:] == [*[["rollback", "lower_lr"]] * 5, ["stop"]]
-    assert decided_in_fits([([bad(n, "state") for n in range(700, 4900, 700)], 200_000), (damage, 60)])[-1] == ["rollback"]
-    half = [bad(n) for n in range(0, 198, 2)]
-    assert decided_in_fits([(half, 197), ([bad(0)], 1)])[-1] == ["stop"]
-    assert decided_in_fits([(half, 200_000), ([bad(0)], 1)])[-1] == ["skip"]
-
-
-def test_replayed_steps_do_not_join_the_streak_that_led_to_them():
-    """After the replays, it continues. Good steps between later ones end it, however many were replayed."""
-    _, state = run(HEALS, [bad(n) for n in (50, 51, 52)])
-    assert state.consecutive == 3
-    replayed = state.with_streaks_of(PolicyState())
-    for step in (40, 41, 52):
-        _, replayed = decide(HEALS, replayed, bad(step))
-    assert replayed.consecutive == 1
-    after = replayed.with_streaks_of(state)
-    assert decide(HEALS, after, bad(53))[1].consecutive == 4
-    for step in (54, 56, 58):
-        _, after = decide(HEALS, after, bad(step))
-        assert after.consecutive == 1
-
-
-def test_a_call_that_fails_does_not_end_another_one():
-    """A stage whose function was called is not omitted later because another function raised."""
-    outcomes = [Outcome("call", "done"), Outcome("call", "skipped"), Outcome("clip", "skipped")]
-    for ordered in (outcomes, outcomes[::-1]):
-        assert PolicyState().performed(ordered).without_effect == ("clip",)
-
-
 def test_tables_of_a_policy_are_the_defaults_of_its_actions():
     """They apply if the action has no parameters; those of an item have precedence."""
     item = {"lower_lr": {"min_lr": 0.5}}

@@ -2,22 +2,16 @@
 
 import contextlib
 import copy
-import gc
 import os
 import pickle
 import sqlite3
-import sys
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import recordings
 from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
-from keras_nanguard._recording import recorder as recording_module
-from keras_nanguard._recording.database import Memory
 
 pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
@@ -48,12 +42,6 @@ def test_a_pipe_is_not_written(tmp_path):
     assert made.problem() and len(made.recording) == 5
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="the path counts as one where nothing is")
-def test_a_path_that_cannot_be_inspected(tmp_path):
-    made = begun(tmp_path / ("x" * 300))
-    assert "name too long" in made.problem()
-
-
 @contextlib.contextmanager
 def failing(where, name, error=MemoryError):
     """A function or class raises this error."""
@@ -64,78 +52,6 @@ def failing(where, name, error=MemoryError):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(where, name, fails)
         yield
-
-
-@pytest.mark.parametrize("method", ["note", "_fold"])
-def test_a_lack_of_memory_in_a_step(tmp_path, method):
-    """Told once, nothing is written until the next fit, which writes all and tells new ones."""
-    made = begun(tmp_path, steps=3)
-    assert flushed(made)
-    with failing(made, method):
-        made._due = 0.0
-        made.push(3, 1.0, 1.0, 1.0)
-    assert made.problem() == "recording.sqlite is not written: MemoryError" and made.problem() == ""
-    push(made, 3, 4)
-    made.end("finished", 7, 0)
-    assert len(made.recording) == 7 and len(Recording.read(tmp_path)) == 3
-    made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    assert flushed(made)
-    same(made.recording, Recording.read(tmp_path))
-    with failing(made, method, ZeroDivisionError("division by zero")):
-        made._due = 0.0
-        made.push(5, 1.0, 1.0, 1.0)
-    assert made.problem() == "recording.sqlite is not written: division by zero"
-    push(made, 3, 6)
-    made.end("finished", 9, 0)
-    assert len(Recording.read(tmp_path)) == 12
-
-
-CALLS = {
-    "place": lambda made: made.place(3, 1, 3),
-    "rate": lambda made: made.rate(0.1),
-    "undo": lambda made: made.undo(0),
-    "note": lambda made: made.note(epochs=3),
-    "event": lambda made: made.event("snapshot", 3, 0),
-    "sample": lambda made: made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (3,), "1 NaN of 8 in x")),
-    "epoch_means": lambda made: made.epoch_means(0),
-    "begin": lambda made: made.begin({}, scaled=True, path=None),
-    "end": lambda made: made.end("finished", 3, 0),
-    "end_with_process": lambda made: made.end_with_process(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_lack_of_memory_between_two_steps(tmp_path, call):
-    """Training goes on, the reason is told after it, and the next fit writes what is in memory."""
-    made = begun(tmp_path, steps=3)
-    with failing(Memory, "run"):
-        CALLS[call](made)
-    made.end("finished", 3, 0)
-    assert made.problem() == "recording.sqlite is not written: MemoryError"
-    another_fit(made, tmp_path)
-    assert made.problem() == ""
-    same(made.recording, Recording.read(tmp_path))
-
-
-@pytest.mark.parametrize("what", ["Memory", "Writer"])
-def test_an_earlier_recording_that_cannot_be_continued(tmp_path, what):
-    """Without memory for it, or a thread, the run goes on, and the file keeps the earlier one."""
-    first = begun(tmp_path, steps=10)
-    first.end("finished", 10, 0)
-    made = Recorder()
-    with failing(recording_module, what):
-        made.begin({}, scaled=True, path=tmp_path / NAME)
-    push(made, 5)
-    made.end("finished", 5, 0)
-    assert made.problem() == "recording.sqlite is not written: MemoryError"
-    same(first.recording, Recording.read(tmp_path))
-    another_fit(made, tmp_path)
-    if what == "Memory":
-        assert "use one directory per run" in made.problem()
-        same(first.recording, Recording.read(tmp_path))
-    else:
-        assert len(Recording.read(tmp_path)) == 20 and made.problem() == ""
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["copy", "pickle"])
@@ -149,18 +65,6 @@ def test_a_copy_continues_the_file(tmp_path, how):
     same(other.recording, Recording.read(tmp_path))
     made.begin({}, scaled=True, path=tmp_path / NAME)
     assert "in use by another run" in made.problem() and len(Recording.read(tmp_path)) == 15
-
-
-def test_a_recorder_ends_without_garbage_collection(tmp_path):
-    made = begun(tmp_path)
-    made.end("finished", 0, 0)
-    alive = weakref.ref(made)
-    gc.disable()
-    try:
-        del made
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_values_of_any_kind(tmp_path):
@@ -220,17 +124,3 @@ def test_a_file_that_is_gone(tmp_path):
     another_fit(made, tmp_path)
     assert made.problem() == "" and len(Recording.read(tmp_path)) == 15
     same(made.recording, Recording.read(tmp_path))
-
-
-def test_events_after_a_restart(tmp_path):
-    """Many incidents of an earlier process: the last are in memory, all in the file."""
-    incident, first = recordings.incident(5, 0, 5), begun(tmp_path)
-    for step in range(8000):
-        first.event("incident", step, 0, str(incident), incident.to_dict())
-    first.end("finished", 8000, 0)
-    second = begun(tmp_path)
-    second.end("finished", 0, 0)
-    found = [event for event in second.recording.events if event.kind == "incident"]
-    assert 1000 < len(found) < 8000 and found[-1].step == 7999
-    assert all(event.data == incident.to_dict() for event in found[-50:])
-    assert sum(event.kind == "incident" for event in Recording.read(tmp_path).events) == 8000

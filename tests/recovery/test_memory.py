@@ -1,6 +1,5 @@
 """Copies of the state are made only if they fit into memory, and a run without them continues."""
 
-import sys
 
 import keras
 import numpy as np
@@ -45,22 +44,6 @@ class TestRoom:
         files(group / "a", **{"memory.max": f"{40 * MB}\n", "memory.current": f"{10 * MB}\n"})
         files(group / "a/b", **{"memory.max": "max\n", "memory.current": f"{10 * MB}\n"})
         assert memory.room(tmp_path) == (30 if nested else 50) * MB
-
-    def test_of_the_older_kind_of_container(self, tmp_path):
-        """Version 1 of cgroups; a path on the host that is not visible inside is ignored."""
-        files(tmp_path, proc__self__cgroup="9:pids:/x\n4:memory,cpu:/docker/abc\n0::/\n")
-        group = files(tmp_path / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": f"{100 * MB}", "memory.usage_in_bytes": f"{90 * MB}"})
-        assert memory.room(tmp_path) == 10 * MB
-        files(group, **{"memory.stat": f"inactive_file 1\ntotal_inactive_file {5 * MB}\n"})
-        assert memory.room(tmp_path) == 15 * MB
-
-    @pytest.mark.parametrize("text", ["", "x", "::", "0::", "MemAvailable:", "MemAvailable: x kB", "\0", "36 25 - cgroup2", "- \n - - -\n"])
-    def test_an_unreadable_limit_is_ignored(self, tmp_path, text):
-        files(tmp_path, proc__meminfo=text, proc__self__status=text, proc__self__cgroup=text + "\n0::/a\n")
-        assert memory.room(tmp_path) == np.inf
-
-    def test_of_this_machine(self):
-        assert 0 < memory.room() < 1 << 50 or memory.room() == np.inf or not sys.platform.startswith("linux")
 
     def test_exhausted(self):
         """The errors of Python and the backends for exhausted memory, and other errors."""

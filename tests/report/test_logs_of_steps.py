@@ -1,8 +1,6 @@
-"""Unusual logs (dicts, text, the loss of one batch): committed steps log as stock Keras."""
+"""Unusual logs (dicts, the loss of one batch): committed steps log as stock Keras."""
 
-import functools
 import math
-from unittest import mock
 
 import keras
 import numpy as np
@@ -73,11 +71,6 @@ class Noisy(Own):
 
     def logged(self, loss):
         return {"loss": loss, "twice": 2.0 * loss, "rows": ops.cast(zoo.BATCH, "int32")}
-
-
-class Talks(Own):
-    def logged(self, loss):
-        return {"loss": loss, "phase": "warm up"}
 
 
 def own(kind, **mode):
@@ -156,22 +149,6 @@ def test_the_loss_of_one_batch(kind, mode):
         assert left_out.batches[step] == left_out.batches[step - 1] != left_out.batches[step + 1]
     assert left_out.batches[:2] == stock.batches[:2]
     assert all(math.isfinite(v) and v != 0.0 for logs in left_out.batches for v in logs.values())
-
-
-@DAILY
-@pytest.mark.parametrize("mode", MODES)
-def test_text(mode):
-    if zoo.BACKEND == "jax" and mode != "eager":
-        pytest.skip("a compiled step of JAX returns no text")
-    try:
-        stock = fitted(lambda: own(Talks, **MODES[mode]), zoo.regression())
-    except Exception as error:  # noqa: BLE001
-        pytest.skip(f"stock Keras takes no text here: {error}")
-    guarded = fitted(lambda: own(Talks, **MODES[mode]), zoo.regression(), NanGuard(verbose=0))
-    assert guarded.batches == stock.batches and guarded.epochs == stock.epochs
-    bad = zoo.poison(zoo.poison(zoo.regression(), 0), 3)
-    left_out = fitted(lambda: own(Talks, **MODES[mode]), bad, NanGuard(verbose=0, diagnose=False))
-    assert [logs["phase"] for logs in left_out.batches] == [logs["phase"] for logs in stock.batches]
 
 
 # Epochs in which no step has committed
@@ -307,36 +284,6 @@ def test_a_run_that_ends_before_its_first_step_has_no_loss_of_0():
     }
 
 
-def test_skipped_batches_are_not_steps():
-    """All batches skipped after a rollback: the final logs of the previous epoch."""
-    guard = NanGuard(verbose=0, diagnose=False)
-
-    def skip(epoch, logs):
-        guard.session.run.counts.skip_batches = 3 if epoch == 1 else 0
-
-    skips = keras.callbacks.LambdaCallback(on_epoch_begin=skip)
-    history, _ = trained((), guard, skips, epochs=3)
-    assert all(values[1] == values[0] != values[2] for values in zoo.plain_logs(history).values())
-
-
-@pytest.mark.requires_backend("jax", reason="only there Keras has a thread for callbacks")
-def test_no_thread_for_callbacks_that_do_nothing(monkeypatch):
-    """Keras passes the end of each batch to another thread, whether or not a callback acts then."""
-    passed = []
-    dispatch = keras.callbacks.CallbackList._async_dispatch
-
-    def noting(self, *args):
-        passed.append(args)
-        dispatch(self, *args)
-
-    monkeypatch.setattr(keras.callbacks.CallbackList, "_async_dispatch", noting)
-    data = zoo.regression()
-    zoo.fit(zoo.plain(), data)
-    assert len(passed) == data.batches
-    zoo.fit(zoo.plain(), data, NanGuard(verbose=0))
-    assert len(passed) == data.batches
-
-
 def test_a_callback_may_begin_to_act_in_training():
     """Methods that are set on an instance later are called, as in Keras."""
     seen, late = [], keras.callbacks.Callback()
@@ -347,38 +294,3 @@ def test_a_callback_may_begin_to_act_in_training():
     data = zoo.regression()
     zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.LambdaCallback(on_epoch_begin=begin), late)
     assert sorted(seen) == list(range(data.batches)), "in any order: Keras calls them in several threads"
-
-
-def test_a_callback_that_is_no_keras_callback():
-    """Keras asks for no more than the methods that it calls."""
-    calls = []
-
-    class Duck:
-        async_safe = True
-
-    names = [f"on_{what}_{when}" for what in ("train", "epoch", "train_batch") for when in ("begin", "end")]
-    for name in ("set_model", "set_params", *names):
-        setattr(Duck, name, lambda self, *args, name=name, **kwargs: calls.append(name))
-    data = zoo.regression()
-    for guard in (None, NanGuard(verbose=0)):
-        calls.clear()
-        zoo.fit(zoo.plain(), data, guard, Duck())
-        assert calls.count("on_train_batch_end") == data.batches
-
-
-PATCHES = {
-    "without the method": lambda method, note: lambda self, batch, logs=None: note(batch),
-    "with functools.wraps": lambda method, note: functools.wraps(method)(lambda self, batch, logs=None: note(batch)),
-    "with a mock": lambda method, note: mock.Mock(side_effect=lambda batch, logs=None: note(batch)),
-}
-
-
-@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
-def test_a_method_that_other_code_patches_in_the_class(patch, monkeypatch):
-    """As tools do that count the batches of every fit: it is called as in Keras."""
-    seen = []
-    patched = patch(keras.callbacks.Callback.on_train_batch_end, seen.append)
-    monkeypatch.setattr(keras.callbacks.Callback, "on_train_batch_end", patched)
-    data = zoo.regression()
-    zoo.fit(zoo.plain(), data, NanGuard(verbose=0), keras.callbacks.Callback())
-    assert set(seen) == set(range(data.batches))

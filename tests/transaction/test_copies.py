@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
-import multiprocessing
 import pickle
 import threading
 
@@ -52,10 +50,6 @@ def own():
 
 def said(incident):
     return "found"
-
-
-def returned(guard):
-    return guard
 
 
 def named(directory):
@@ -126,43 +120,12 @@ class Test:
         zoo.run(zoo.plain, BAD, guard=found[0], epochs=1)
         assert len(guard.incidents) == 2 and len(found[0].incidents) == 2
 
-    def test_in_a_loop(self):
-        """A copy of a guard that watches a loop does not watch it."""
-        guard = NanGuard(verbose=0)
-        with guard.watch(zoo.plain()):
-            other = copy.deepcopy(guard)
-            with other.watch(zoo.plain()):
-                pass
-
-    def test_to_another_process_and_back(self):
-        """A used guard can be sent to a new process, and back."""
-        guard = NanGuard(verbose=0, diagnose=False)
-        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            assert pool.submit(NanGuard.summary, guard).result(timeout=240) == guard.summary()
-            assert reported(pool.submit(returned, guard).result(timeout=240).incidents) == reported(guard.incidents)
-
-    def test_subclass(self):
-        """Attributes of a subclass are copied, too."""
-        guard = Named("mine")
-        zoo.run(zoo.plain, BAD, guard=guard, epochs=1)
-        other = copy.deepcopy(guard)
-        assert type(other) is Named and other.name == "mine"
-
     @pytest.mark.parametrize("how", FRESH)
     def test_functions_are_not_copied(self, how):
         """A function may be a method of something that cannot be copied."""
         guard = NanGuard(verbose=0, functions={"said": threading.Lock().acquire})
         assert COPIES[how](guard).functions == guard.functions
 
-
-class Named(NanGuard):
-    """A custom guard."""
-
-    def __init__(self, name):
-        super().__init__(verbose=0, diagnose=False)
-        self.name = name
 
 
 @pytest.mark.daily("plain-copy", "plain-save", "own-pickle", "own-clone_model")

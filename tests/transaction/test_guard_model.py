@@ -213,38 +213,6 @@ def test_a_guard_argument_that_is_not_a_guard():
         of_tensors("stop")
 
 
-class Task(keras.Model):
-    """A model whose `fit` has other parameters than that of Keras, in another order."""
-
-    def fit(self, x=None, y=None, batch_size=None, sample_weight=None, own=0, **kwargs):
-        self.own = own
-        return super().fit(x, y, batch_size=batch_size, sample_weight=sample_weight, **kwargs)
-
-
-class OfTask(NanGuardModel, Task):
-    nanguard_verbose = 0
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
-
-
-def test_a_fit_of_another_base_class():
-    """It receives the arguments as they were passed, and the guard."""
-    x, y = np.ones((8, 6), "float32"), np.ones((8, 1), "float32")
-    x[5] = np.nan
-    seen = []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
-    model = OfTask()
-    model.compile("sgd", "mse")
-    history = model.fit(x, y, 4, epochs=2, shuffle=False, verbose=0, own=3, callbacks=[note])
-    assert history.history["refused_steps"] == [1, 1] and seen == [0, 1] and model.own == 3
-    assert model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history["refused_steps"] == [1]
-
-
 @pytest.mark.parametrize("fit", ["of Keras", "of a tracker"])
 def test_callbacks_of_a_fit(monkeypatch, fit):
     """The guard joins them: by place, or through a tracker that has replaced `fit`."""

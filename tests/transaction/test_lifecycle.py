@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -143,17 +142,6 @@ def test_two_guards(used):
     assert [w.filename for w in warned if "Two" in str(w.message)] == [__file__], "the line of the fit"
     assert [i.step for i in one.incidents] == [2] and two.incidents == []
     assert zoo.bad_entries(model) == [] and left_behind(model) == set()
-
-
-def test_the_warning_names_code_beside_keras():
-    """A package whose name begins like that of Keras is not Keras."""
-    file = str(Path(keras.__file__).parents[1] / "keras_beside" / "task.py")
-    model, data = zoo.plain(), zoo.regression()
-    guards = [NanGuard(verbose=0), NanGuard(verbose=0)]
-    named = {"model": model, "x": data.x, "y": data.y, "guards": guards}
-    with pytest.warns(UserWarning, match="Two NanGuards") as warned:
-        exec(compile("model.fit(x, y, verbose=0, callbacks=guards)", file, "exec"), named)
-    assert [w.filename for w in warned if "Two" in str(w.message)] == [file]
 
 
 def test_shared_by_two_fits_at_once(monkeypatch):
@@ -311,19 +299,3 @@ def test_an_evaluation_before_the_first_step():
     assert np.isfinite(model.evaluate(*data.all, verbose=0, callbacks=[NanGuard(verbose=0)])).all()
     model.fit(*data.all, validation_data=data.all, verbose=0, callbacks=[guard := NanGuard(verbose=0)])
     assert guard.incidents == [] and left_behind(model) == set()
-
-
-def test_a_model_is_its_own_again_if_its_step_cannot_be_kept(monkeypatch):
-    """The fit ends with that error; the next one is not guarded, and its run has ended."""
-
-    def keep(attachment):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr("keras_nanguard._backends.shared.attach.Attachment._keep", keep)
-    model, data, guard = zoo.plain(), zoo.regression(batches=3), NanGuard(verbose=0)
-    with pytest.raises(MemoryError, match="no room"):
-        model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[guard])
-    assert left_behind(model) == set()
-    step = guard.session.run.step
-    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0)
-    assert guard.session.run.step == step

@@ -159,22 +159,6 @@ class Drawn(layers.Layer):
         return inputs * (1 + 0.1 * self.numpy.random() + 0.1 * self.python.random())
 
 
-class Recompiling(keras.callbacks.Callback):
-    """Compiles the model again before the second epoch, as for gradual unfreezing."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1:
-            self.model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
-            self.model.make_train_function()
-
-
-@pytest.mark.requires_backend("torch", reason="elsewhere fit keeps the function of the first epoch")
-def test_metrics_of_a_model_that_was_compiled_again():
-    plain = trained(Recompiling(), program="metric", epochs=2)
-    guarded = trained(Recompiling(), NanGuard(verbose=0), program="metric", epochs=2)
-    zoo.assert_same(plain, guarded)
-
-
 class Undefined(keras.metrics.Metric):
     """A metric that is NaN in each validation, such as a recall without positives."""
 
@@ -220,17 +204,3 @@ def test_diagnosis_of_a_validation():
         ends.append([*model.get_weights(), np.random.random(), history["val_loss"]])
     assert callbacks[0].incidents
     zoo.assert_same(*ends)
-
-
-def test_a_regularizer_is_not_replaced():
-    """A diagnosis watches the regularizers of weights, and gives them back."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4, kernel_regularizer="l2"), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    kernel = model.layers[0].kernel
-    before = kernel.regularizer
-    bad = X.copy()
-    bad[8:16] = np.nan
-    guard = NanGuard(verbose=0)
-    model.fit(bad, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
-    assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
-    assert kernel.regularizer is before
