@@ -112,8 +112,7 @@ clients: .venv-clients/.ready  ## test tuners, model libraries, trackers and dat
 	@touch $@
 
 # Installed one by one: a client that does not install has `-` in the table. None may change Keras or a backend.
-CLIENTS = keras-hub keras-rs keras-cv bayesflow autokeras tensorflow-probability tf_keras datasets "ray[tune]" \
-	mlflow-skinny sqlalchemy alembic wandb
+CLIENTS = keras-hub keras-rs tf_keras datasets mlflow-skinny sqlalchemy alembic wandb
 
 MINUTES ?= 36
 fuzz: .venv-fuzz/.ready  ## fuzz every reader of files; writes campaigns/results/fuzz.md

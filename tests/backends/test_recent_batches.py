@@ -17,7 +17,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._fit.steps import RecentBatches, bytes_of
+from keras_nanguard._fit.steps import bytes_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard.testing import inject
@@ -122,12 +122,6 @@ def test_refused_steps_are_not_among_them(mode):
     known = known_at(network(**MODES[mode]), *data(), steps=(3, 11, 19), batch_size=BATCH)
     assert known.snapshot.step == 0
     assert known.steps == tuple(step for step in range(19) if step not in (3, 11))
-    check(known)
-
-
-def test_the_last_batch_of_an_epoch_is_smaller():
-    known = known_at(network(**PLAIN), *data(43), steps=14, batch_size=BATCH)
-    assert [len(batch[0]) for (batch,) in known.batches] == [8, 8, 8, 8, 8, 3, 8, 8, 8, 8, 8, 3, 8, 8]
     check(known)
 
 
@@ -296,14 +290,3 @@ def test_of_several_steps_in_one_the_refused_batch_alone_is_known():
     model = network(steps_per_execution=4)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert found == [(6, (3,), [])]
-
-
-def test_size_of_the_batches_of_one_execution():
-    """Steps that share a batch count it once, until the last of them is removed."""
-    recent, given = RecentBatches(lambda given: given), np.zeros(10)
-    for step in range(4):
-        recent.push(step, given)
-    recent.return_to(2)
-    assert len(recent.last(4)) == 2 and recent._bytes == given.nbytes
-    recent.return_to(0)
-    assert recent.last(4) == [] and recent._bytes == 0

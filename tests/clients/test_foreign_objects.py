@@ -65,26 +65,6 @@ def test_an_attribute_that_has_the_name_of_one_of_keras(inputs, tmp_path):
     assert incident.bundle and diagnose(model, zoo.regression().x).ok
 
 
-class Scaled(keras.layers.BatchNormalization):
-    """Normalizes nothing, and has no moving statistics."""
-
-    def build(self, shape):
-        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
-        self.built = True
-
-    def call(self, inputs, training=None, mask=None):
-        return inputs * self.factor
-
-
-def test_a_batchnormalization_without_moving_statistics():
-    def build():
-        model = keras.Sequential([keras.Input((6,)), Scaled(), keras.layers.Dense(1)])
-        model.compile("adam", "mse")
-        return model
-
-    same_as_plain(build)
-
-
 class Counting:
     """A rate that falls with each call."""
 

@@ -1,6 +1,5 @@
 """Real tuners copy callbacks for each trial, and a failed trial is never the best one."""
 
-import os
 import warnings
 
 import keras
@@ -108,74 +107,6 @@ def test_keras_tuner_with_a_custom_fit(tmp_path):
     assert sorted(bool(used.incidents) for used in guards) == [False, True, True]
 
 
-def _ray_trial(settings):
-    used = guard()
-    losses = fit(settings["rate"], used, epochs=2).history["val_loss"]
-    return {"val_loss": losses[-1], "incidents": len(used.incidents)}
-
-
-@pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="trials are processes of their own: once is enough")
-def test_ray_tune(tmp_path):
-    """Each trial is a process; a failing rate ends with the worst value, without an error."""
-    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[tune]'")
-    tune = pytest.importorskip("ray.tune", exc_type=ImportError, reason="ray.tune does not import here: pip install 'ray[tune]'")
-    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = os.pathsep.join([os.path.dirname(tests), tests])
-
-    def trial(settings):
-        from clients import test_tuners
-
-        tune.report(test_tuners._ray_trial(settings))
-
-    environment = {"env_vars": {"PYTHONPATH": paths, "KERAS_BACKEND": zoo.BACKEND, "TF_CPP_MIN_LOG_LEVEL": "3"}}
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=environment)
-    try:
-        tuner = tune.Tuner(
-            trial,
-            param_space={"rate": tune.grid_search(RATES[:2])},
-            tune_config=tune.TuneConfig(metric="val_loss", mode="min"),
-            run_config=tune.RunConfig(verbose=0, storage_path=str(tmp_path)),
-        )
-        results = tuner.fit()
-    finally:
-        ray.shutdown()
-    found = {result.config["rate"]: result.metrics for result in results}
-    assert results.get_best_result().config == {"rate": 0.01} and not results.errors
-    assert found[0.01]["incidents"] == 0 and found[1e30]["val_loss"] > 1e38 and found[1e30]["incidents"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.requires_backend("tensorflow", reason="AutoKeras 3.0 accepts callbacks only on TensorFlow")
-@pytest.mark.parametrize("bad", [False, True])
-def test_autokeras(bad, tmp_path):
-    """It copies the guard for each trial and the last fit; logs equal the plain ones."""
-    autokeras = pytest.importorskip("autokeras", exc_type=ImportError, reason="autokeras is not installed: pip install autokeras")
-
-    class Head(autokeras.RegressionHead):
-        def build(self, hp, inputs=None):
-            self.shape = tuple(int(size) for size in self.shape)  # AutoKeras 3.0 gives Dense a whole number of NumPy's
-            return super().build(hp, inputs)
-
-    def search(folder, *callbacks):
-        keras.utils.set_random_seed(0)
-        x, y = data()
-        x[20, 0] = np.nan if bad else x[20, 0]
-        inputs = autokeras.Input()
-        outputs = Head()(autokeras.DenseBlock(num_layers=1, num_units=8, use_batchnorm=True, dropout=0.0)(inputs))
-        found = autokeras.AutoModel(inputs, outputs, max_trials=1, directory=tmp_path / folder, seed=0)
-        settings = {"epochs": 2, "batch_size": zoo.BATCH, "verbose": 0, "validation_split": 0.25, "shuffle": False}
-        history = found.fit(x, y, callbacks=list(callbacks), **settings).history
-        return history, found.export_model().get_weights()
-
-    used = NanGuard("tune", verbose=0, diagnose=False)
-    history, weights = search("guarded", used)
-    assert all(np.isfinite(weight).all() for weight in weights) and used.incidents == []
-    assert history["refused_steps"] == [int(bad)] * 2
-    if not bad:
-        assert zoo.plain_logs(history) == search("plain")[0]
-
-
 @pytest.mark.slow
 def test_optuna():
     """The pruning callback gets the worst value, no failed trial wins, the study goes on."""
@@ -196,26 +127,6 @@ def test_optuna():
     assert study.best_params == {"rate": 0.01} and study.best_value < 10
     states = {trial.params["rate"]: trial.state.name for trial in study.trials}
     assert states[0.01] == "COMPLETE" and set(states.values()) <= {"COMPLETE", "PRUNED"} and len(states) == len(RATES)
-
-
-def _trial(used, rate):
-    """Run one trial in a separate process; return its measurements and the guard."""
-    return fit(rate, used, epochs=2).history["val_loss"][-1], used
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["loky", "threading"])
-def test_joblib(backend):
-    """Processes or threads get one copy for each trial, which returns with its incidents."""
-    joblib = pytest.importorskip("joblib", reason="joblib is not installed: pip install joblib")
-    cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed: pip install cloudpickle")
-    if backend == "loky":
-        os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.path.join(os.getcwd(), "tests"), os.environ.get("PYTHONPATH", "")])
-    used = guard()
-    copies = [cloudpickle.loads(cloudpickle.dumps(used)) for _ in RATES[:2]]
-    calls = (joblib.delayed(_trial)(one, rate) for one, rate in zip(copies, RATES[:2], strict=True))
-    (good, healthy), (bad, hopeless) = joblib.Parallel(n_jobs=2 if backend == "loky" else 1, backend=backend)(calls)
-    assert good < 10 < 1e38 < bad and healthy.incidents == [] and len(hopeless.incidents) >= 1 and used.incidents == []
 
 
 @pytest.mark.slow

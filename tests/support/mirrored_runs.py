@@ -9,7 +9,6 @@ replicas, by default 2.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard import NanGuard
 from support import programs, zoo
 
 REPLICAS = int(sys.argv.pop(1)) if sys.argv[1].isdigit() else 2
@@ -84,15 +83,9 @@ def with_poison() -> zoo.Data:
     return rows
 
 
-@functools.cache
-def of_keras(build: Callable[[], Any], bad: bool = False) -> zoo.Run:
-    """Train with stock Keras, once for each process."""
-    return run(build, with_poison() if bad else zoo.regression())
-
-
 def oracle(build: Callable[[], Any]) -> dict[str, Any]:
     """Train on data with bad batches, guarded, and with stock Keras first without these batches, and then with them."""
-    guard, without = NanGuard(verbose=0), of_keras(build)
+    guard, without = NanGuard(verbose=0), run(build, zoo.regression())
     guarded = run(build, with_poison(), guard)
     with zoo.as_written():
         without.model.fit(*with_poison().all, batch_size=zoo.BATCH, verbose=0)
@@ -171,42 +164,11 @@ def several_steps() -> dict[str, Any]:
 
 
 @case
-def observed() -> dict[str, Any]:
-    """Under `observe` the run equals that of Keras, and the replica is reported."""
-    guard = NanGuard("observe", verbose=0)
-    one, other = run(zoo.plain, with_poison(), guard), of_keras(zoo.plain, bad=True)
-    same = [bool(np.array_equal(a, b, equal_nan=True)) for (_, a), (_, b) in zip(one.state, other.state)]
-    return {"same": all(same), **reports(guard)}
-
-
-@case
 def healthy() -> dict[str, Any]:
-    return clean(zoo.plain)
-
-
-@case
-def healthy_two_optimizers() -> dict[str, Any]:
-    return clean(programs.gan)
-
-
-def clean(build: Callable[[], Any]) -> dict[str, Any]:
-    """Return the differences between guarded and plain runs on clean data."""
+    """Guarded and plain runs on clean data."""
     guard = NanGuard(verbose=0)
-    guarded = run(build, zoo.regression(), guard)
-    return {"differences": zoo.differences(guarded, of_keras(build)), **reports(guard)}
-
-
-@case
-def compiled() -> dict[str, Any]:
-    """Keras cannot use XLA under this strategy on CPUs: the guarded step runs in graph mode."""
-
-    def in_graph_mode() -> Any:
-        model = zoo.plain(jit_compile=True)
-        model.jit_compile = False
-        return model
-
-    guarded = run(lambda: zoo.plain(jit_compile=True), zoo.regression(), NanGuard(verbose=0))
-    return {"differences": zoo.differences(guarded, run(in_graph_mode, zoo.regression()))}
+    guarded = run(zoo.plain, zoo.regression(), guard)
+    return {"differences": zoo.differences(guarded, run(zoo.plain, zoo.regression())), **reports(guard)}
 
 
 class Own(keras.Model):
@@ -258,21 +220,6 @@ def uneven() -> dict[str, Any]:
     return {"finite": all(zoo.finite(a) for _, a in done.state), "stock": all(zoo.finite(a) for _, a in stock.state), **reports(guard)}
 
 
-@case
-def on_batch() -> dict[str, Any]:
-    """`NanGuardModel` and `train_on_batch`, which passes the whole batch to each replica."""
-    data = zoo.regression()
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = NanGuardModel(inputs=(x := keras.Input((6,))), outputs=keras.layers.Dense(1)(x))
-        model.compile("adam", "mse")
-    model.train_on_batch(data.x[:8], data.y[:8])
-    before = state_of(model)
-    model.train_on_batch(zoo.poison(data, 1).x[8:16], data.y[8:16])
-    now = dict(state_of(model))
-    changed = [path for path, a in before if not (path.startswith("loss/") or np.array_equal(a, now[path]))]  # Keras resets metrics
-    return {"changed": changed, **reports(model.nanguard)}
-
-
 class Logarithm(keras.layers.Layer):
     """Leaves its domain for one row of a batch."""
 
@@ -301,15 +248,6 @@ def forward_domain() -> dict[str, Any]:
     second = {"differences": zoo.differences(guarded, plain), **reports(again)}
     finite = all(zoo.finite(a) for _, a in done.state)
     return {"finite": finite, "culprits": culprits, "second": second, **reports(guard)}
-
-
-@case
-def no_rows() -> dict[str, Any]:
-    """A last batch of one row: BatchNormalization averages over nothing on a replica."""
-    data, guard = zoo.regression(), NanGuard(verbose=0)
-    data = zoo.Data(data.x[:-7], data.y[:-7])
-    run(zoo.plain, data, guard, epochs=1)
-    return {"culprits": [incident.diagnosis.culprit for incident in guard.incidents], **reports(guard)}
 
 
 def main(names: list[str]) -> None:

@@ -11,9 +11,6 @@ import torch
 from keras import layers
 from support.torch_steps import BODIES, X, Y, alone, network
 
-from keras_nanguard._backends.torch import replay
-from keras_nanguard._backends.torch.undo_log import storage
-
 
 @pytest.mark.parametrize("kind", ["stock", "own"])
 def test_copies_of_a_healthy_step(monkeypatch, kind):
@@ -37,23 +34,3 @@ def test_copies_of_a_healthy_step(monkeypatch, kind):
         clones.clear()
         step(data)
         assert statistics <= set(clones) <= written and len(clones) == len(set(clones))
-
-
-def test_a_replay_reads_each_input_of_a_fused_update_once(monkeypatch):
-    """Its lists of tensors do not match its outputs, so each output depends on all of them."""
-    read, parent = [], replay.Origins._parent
-    monkeypatch.setattr(replay.Origins, "_parent", lambda origins, tensor: read.append(tensor) or parent(origins, tensor))
-    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
-    for weight in weights:
-        weight.grad = torch.ones(3)
-    optimizer = torch.optim.Adam(weights, fused=True)
-    optimizer.step()
-    with replay.Origins([("x", bad := torch.full((3,), torch.nan))]) as origins:
-        weights[0].grad = bad * 1.0
-        read.clear()
-        optimizer.step()
-    slots = [slot for slots in optimizer.state.values() for slot in slots.values()]
-    inputs = {storage(t) for t in (*weights, *slots, *(w.grad for w in weights))}
-    assert {storage(t) for t in read} >= inputs - {storage(slot["step"]) for slot in optimizer.state.values()}
-    assert len(read) < 2 * len(inputs)
-    assert origins.of(weights[0]).op == "x" and origins.of(weights[1]) is None

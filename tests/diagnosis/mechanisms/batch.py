@@ -60,11 +60,6 @@ def sparse_label_too_large(bad: bool) -> Case:
     return _labels(7 if bad else None)
 
 
-@not_on("jax", "JAX takes no class for a label out of range, and gives no bad number")
-def sparse_label_negative_under_xla(bad: bool) -> Case:
-    return _labels(-1 if bad else None, jit_compile=True)
-
-
 @program
 def binary_labels_of_255(bad: bool) -> Case:
     x, y = data()
@@ -79,21 +74,6 @@ def unnormalised_input(bad: bool) -> Case:
     if bad:
         x = np.abs(x) * 1e6
     return Case(mlp(loss="mse", activation=None) if not bad else linear(), x, y, ("input_scale",), "inputs")
-
-
-@program
-def unnormalised_input_of_adam(bad: bool) -> Case:
-    """The squares of the gradients overflow, and nothing else."""
-    x, y = data()
-    return Case(linear(keras.optimizers.Adam(1e-3)), x * (1e12 if bad else 1.0), y, ("input_scale",), "inputs", None, 0)
-
-
-@program
-def unnormalised_integers(bad: bool) -> Case:
-    """The model casts them to float32: they are numbers, not ids."""
-    x, y = data()
-    x = (x * (2e8 if bad else 2.0)).astype("int64")
-    return Case(linear(), x, y, ("input_scale",), "inputs")
 
 
 @program

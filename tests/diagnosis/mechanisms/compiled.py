@@ -19,11 +19,6 @@ def log_eagerly(bad: bool) -> Case:
     return _log(bad, run_eagerly=True)
 
 
-@program
-def log_under_xla(bad: bool) -> Case:
-    return _log(bad, jit_compile=True)
-
-
 def _nan_row(bad: bool, **compile_: Any) -> Case:
     x, y = data()
     if bad:
@@ -35,43 +30,6 @@ def _nan_row(bad: bool, **compile_: Any) -> Case:
 @not_on("torch", "Keras runs no several steps in one execution there")
 def nan_row_several_steps_at_once(bad: bool) -> Case:
     return _nan_row(bad)
-
-
-@not_on("torch", "Keras runs no several steps in one execution there")
-def nan_row_several_steps_at_once_under_xla(bad: bool) -> Case:
-    return _nan_row(bad, jit_compile=True)
-
-
-class Sharpness(keras.Model):
-    """A model that moves its weights, computes a second gradient there, and moves them back."""
-
-    def train_step(self, batch: Any) -> Any:
-        x, y = batch
-        weights = self.trainable_variables
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, weights)
-        for weight, gradient in zip(weights, gradients):
-            weight.assign_add(0.01 * gradient)
-        with tf.GradientTape() as tape:
-            second = self.compute_loss(x, y, self(x, training=True))
-        there = tape.gradient(second, weights)
-        for weight, gradient in zip(weights, gradients):
-            weight.assign_sub(0.01 * gradient)
-        self.optimizer.apply_gradients(zip(there, weights))
-        return {"loss": loss}
-
-
-@tensorflow_alone("its train step is written with tf.GradientTape")
-def bad_row_in_a_step_that_writes_its_weights(bad: bool) -> Case:
-    inputs = keras.Input((4,))
-    h = layers.Lambda(lambda t: ops.sqrt(ops.abs(t) + 0.1) if not bad else ops.sqrt(t + 9.0), name="root")(inputs)
-    model = Sharpness(inputs, layers.Dense(1)(h))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    x, y = data()
-    if bad:
-        x[50, 1] = -10.0
-    return Case(model, x, y, ("forward_domain",), "root", (2,), 6)
 
 
 @tensorflow_alone("its train step is written with tf.GradientTape")

@@ -54,25 +54,6 @@ def division_by_batch_deviation(bad: bool) -> Case:
     return Case(model, x, y, ("forward_domain", "input_scale"), "whiten", None, 2)
 
 
-class Norm(layers.Layer):
-    """A custom layer norm."""
-
-    def __init__(self, epsilon: float, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.epsilon = epsilon
-
-    def call(self, t: Any) -> Any:
-        return t / (ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True)) + self.epsilon)
-
-
-@program
-def custom_norm_without_epsilon(bad: bool) -> Case:
-    x, y = data()
-    x[13] = 0.0
-    model = stack(Norm(0.0 if bad else 1e-3, name="unit"), layers.Dense(1))
-    return Case(model, x, y, ("forward_domain",), "unit", (5,), 1)
-
-
 @program
 def attention_with_everything_masked(bad: bool) -> Case:
     class Attention(layers.Layer):

@@ -33,35 +33,6 @@ def unbounded_recurrence(bad: bool) -> Case:
     return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
 
 
-class Sums(layers.Layer):
-    """A recurrent cell that adds its whole state to each of its outputs, or bounds it."""
-
-    state_size = output_size = 4
-
-    def __init__(self, bounded):
-        super().__init__(name="cell")
-        self.bounded = bounded
-
-    def call(self, x, states):
-        h = ops.sum(x, -1, keepdims=True) + ops.matmul(states[0], ops.ones((4, 4)))
-        h = ops.tanh(h) if self.bounded else h
-        return h, [h]
-
-
-@program
-def unbounded_recurrence_of_a_custom_cell(bad: bool) -> Case:
-    model = stack(layers.RNN(Sums(not bad), name="rnn"), layers.Dense(1), shape=(80, 2))
-    x = np.abs(np.random.default_rng(0).standard_normal((16, 80, 2))).astype("float32")
-    return Case(model, x, np.ones((16, 1), "float32"), ("divergence",), "")
-
-
-@program
-def squared_gradient_overflows(bad: bool) -> Case:
-    x, y = data()
-    model = linear(keras.optimizers.Adagrad(1e-3), loss=lambda a, b: ops.mean(ops.abs(a - b)) * (3e19 if bad else 1.0))
-    return Case(model, x, y, ("optimizer_domain",), "accumulator")
-
-
 @program
 def squared_gradient_overflows_in_adam(bad: bool) -> Case:
     x, y = data()

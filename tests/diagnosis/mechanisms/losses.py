@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, data, mlp, program, stack, tensorflow_alone, tf
+from mechanisms.case import Case, classes, data, mlp, program, stack
 
 
 @program
@@ -34,34 +34,6 @@ def divergence_of_probabilities_with_zeros(bad: bool) -> Case:
     x, y = classes()
     y = keras.utils.to_categorical(y, 3)
     return Case(mlp(out=3, activation="softmax", loss=kl), x, y, ("loss_domain",), "kl", None, 0)
-
-
-@tensorflow_alone("its train step is written with tf.GradientTape")
-def log_of_zero_in_a_gan(bad: bool) -> Case:
-    class Gan(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name="gan")
-            self.generator = keras.Sequential([keras.Input((2,)), layers.Dense(4)], name="generator")
-            activation = "relu" if bad else "sigmoid"
-            self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(1, activation=activation)], name="judge")
-            self.g_optimizer, self.d_optimizer = keras.optimizers.SGD(0.01), keras.optimizers.SGD(0.01)
-
-        def train_step(self, real: Any) -> Any:
-            noise = keras.random.normal((ops.shape(real)[0], 2), seed=1)
-            with tf.GradientTape(persistent=True) as tape:
-                fake = self.judge(self.generator(noise))
-                judged = self.judge(real)
-                d_loss = -ops.mean(ops.log(judged) + ops.log(1.0001 - fake))
-                g_loss = -ops.mean(ops.log(fake))
-            d, g = self.judge.trainable_variables, self.generator.trainable_variables
-            self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, d), d))
-            self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, g), g))
-            return {"loss": d_loss + g_loss}
-
-    model = Gan()
-    model.compile()
-    x, _ = data()
-    return Case(model, x, None, ("loss_domain",), "loss", None, 0)
 
 
 @program
@@ -130,13 +102,6 @@ def square_root_at_zero(bad: bool) -> Case:
 
 
 @program
-def norm_at_zero_under_xla(bad: bool) -> Case:
-    case = square_root_at_zero(bad)
-    case.model.compile("sgd", "mse", jit_compile=True)
-    return case
-
-
-@program
 def the_where_trap(bad: bool) -> Case:
     def safe_log(t: Any) -> Any:
         positive = t > 0.0
@@ -159,18 +124,6 @@ def power_below_one_at_zero(bad: bool) -> Case:
     power = layers.Lambda(lambda t: ops.power(ops.abs(t) + (0.0 if bad else 1e-3), 0.5), name="power")
     model = stack(layers.Dense(4, use_bias=False), power, layers.Dense(1))
     return Case(model, x, y, ("gradient_domain",), "power", (1,), 1)
-
-
-@program
-def root_of_the_squared_error_at_zero(bad: bool) -> Case:
-    def rmse(y_true: Any, y_pred: Any) -> Any:
-        return ops.sqrt(ops.mean(ops.square(y_true - y_pred)) + (0.0 if bad else 1e-9))
-
-    x, y = data()
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_initializer="zeros", name="head")])
-    model.compile(keras.optimizers.SGD(1e-4), rmse)
-    y[:] = 0.0
-    return Case(model, x, y, ("gradient_domain",), "rmse", (), 0)
 
 
 @program

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, classes, compiled, data, mlp, not_on, program, stack
+from mechanisms.case import Case, data, not_on, program, stack
 
 
 def images(rows: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -34,14 +34,6 @@ def nan_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
     if bad:
         x[27] = np.nan
     return Case(convnet(), x, y, ("input_nonfinite",), "inputs", (3,), 3)
-
-
-@program
-def overflowing_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
-    x, y = images()
-    if bad:
-        x[27] *= 1e30
-    return Case(convnet(), x, y, ("input_scale", "forward_domain"), "", (3,), 3)
 
 
 @not_on("tensorflow", reason="TensorFlow pools a row of NaN to -3.4e38, so its step is finite")
@@ -89,46 +81,6 @@ def root_mean_square_of_zeros(bad: bool) -> Case:
 
 
 @program
-def cosine_of_a_zero_vector(bad: bool) -> Case:
-    def cosine(a: Any, b: Any) -> Any:
-        lengths = ops.norm(a, axis=-1) * ops.norm(b, axis=-1)
-        return 1.0 - ops.sum(a * b, -1) / (lengths if bad else ops.maximum(lengths, 1e-6))
-
-    x, _ = data()
-    y = np.random.default_rng(5).standard_normal((64, 3)).astype("float32")
-    if bad:
-        y[41] = 0.0
-    return Case(mlp(out=3, loss=cosine), x, y, ("loss_domain",), "cosine", (1,), 5)
-
-
-@program
-def contrastive_distance_of_a_pair_of_equals(bad: bool) -> Case:
-    tower = keras.Sequential([keras.Input((4,)), layers.Dense(4)], name="tower")
-    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
-    far = layers.Lambda(
-        lambda pair: ops.sqrt(ops.sum(ops.square(pair[0] - pair[1]), -1, keepdims=True) + (0.0 if bad else 1e-9)),
-        name="distance",
-    )([tower(a), tower(b)])
-    model = compiled(keras.Model([a, b], far), optimizer=keras.optimizers.SGD(1e-3))
-    x, y = data()
-    other = x[::-1].copy()
-    other[19] = x[19]
-    return Case(model, [x, other], y, ("gradient_domain",), "distance", (3,), 2)
-
-
-@program
-def deviation_of_one_value(bad: bool) -> Case:
-    def spread(t: Any) -> Any:
-        size = ops.cast(ops.shape(t)[0], "float32")
-        total = ops.sum(ops.square(t - ops.mean(t, 0)), 0)
-        return t + total / (size - 1.0 if bad else ops.maximum(size - 1.0, 1.0))
-
-    model = mlp(layers.Lambda(spread, name="spread"))
-    x, y = data(65)
-    return Case(model, x, y, ("forward_domain",), "spread", None, 8)
-
-
-@program
 def variational_encoder_with_free_variance(bad: bool) -> Case:
     class Sampling(layers.Layer):
         def call(self, t: Any) -> Any:
@@ -143,21 +95,6 @@ def variational_encoder_with_free_variance(bad: bool) -> Case:
     if bad:
         x[30] = 300.0
     return Case(model, x, y, ("loss_domain", "forward_domain"), "sampling", (6,), 3)
-
-
-@program
-def dice_of_empty_masks(bad: bool) -> Case:
-    def dice(y_true: Any, y_pred: Any) -> Any:
-        p = ops.relu(y_pred)
-        both = ops.sum(y_true * p, -1)
-        return 1.0 - 2.0 * both / (ops.sum(y_true, -1) + ops.sum(p, -1) + (0.0 if bad else 1.0))
-
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, use_bias=False, name="mask")])
-    model.compile(keras.optimizers.SGD(0.001), dice)
-    x, y = classes()
-    y = keras.utils.to_categorical(y, 3)
-    x[44], y[44] = 0.0, 0.0
-    return Case(model, x, y, ("loss_domain",), "dice", (4,), 5)
 
 
 @program

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from mechanisms.case import Case, compiled, data, linear, mlp, not_on, program, stack, unary
+from mechanisms.case import Case, compiled, data, linear, not_on, program, stack, unary
 
 BATCH = 8
 """Rows of a batch."""
@@ -108,14 +108,6 @@ def a_bad_value_passes_through_complex_numbers(bad: bool) -> Case:
     model = keras.Model(inputs, layers.Dense(1, name="head")(layers.Lambda(spectrum, name="spectrum")(layer(inputs))))
     model.compile(keras.optimizers.SGD(1e-3), "mse")
     return Case(model, x, y, ("forward_domain",), "logarithm", (2,), 3)
-
-
-@program
-def one_row_is_missing_in_inputs_and_targets(bad: bool) -> Case:
-    x, y = data()
-    if bad:
-        x[26], y[26] = np.nan, np.nan
-    return Case(mlp(layers.ReLU(name="relu")), x, y, ("input_nonfinite",), "inputs", (2,), 3)
 
 
 @program
