@@ -3,9 +3,9 @@ changes.
 
 The method is PreciseBN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021): every batch
 passes through the model with each BatchNormalization using that batch's own mean and variance, and
-the population's follow from the batches' by the law of total variance, merged one batch at a time
-in float64 (Chan, Golub and LeVeque, 1983). For a layer whose input is the data, the result is
-therefore the mean and variance of all data, regardless of the size of the batches.
+the population's follow from the batches' by the law of total variance, in float64. For a layer
+whose input is the data, the result is therefore the mean and variance of all data, regardless of
+the size of the batches.
 """
 
 from __future__ import annotations
@@ -105,28 +105,21 @@ def _run(
 
 
 class _Estimate:
-    """Mean and variance of one layer's inputs, merged batch by batch.
-
-    With `n, m, s` so far (count, mean, sum of squared deviations) and `k, a, v` of a batch (count,
-    mean, variance): `d = a - m`, `m += d k / (n + k)`, `s += v k + d**2 n k / (n + k)`, `n += k`.
-    """
+    """Mean and variance of one layer's inputs, from sums over the batches."""
 
     def __init__(self, layer: Any):
         self.layer = layer
         self.count = 0
-        self._mean: NDArray[Any] = np.zeros(1)
-        self._deviations: NDArray[Any] = np.zeros(1)
+        self._sum: NDArray[Any] = np.zeros(1)
+        self._squares: NDArray[Any] = np.zeros(1)
         old = map(keras_variables.read, (layer.moving_mean, layer.moving_variance))
         self._old = [array.astype(np.float64) for array in old]
 
-    def merge(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
-        """Merge the statistics of one batch, with `count` values per channel."""
-        total = self.count + count
-        delta = mean - self._mean
-        self._mean = self._mean + delta * (count / total)
-        between = delta**2 * (self.count * count / total)
-        self._deviations = self._deviations + variance * count + between
-        self.count = total
+    def add(self, mean: NDArray[Any], variance: NDArray[Any], count: int) -> None:
+        """Add the statistics of one batch, with `count` values per channel."""
+        self.count += count
+        self._sum = self._sum + count * mean
+        self._squares = self._squares + count * (variance + mean**2)
 
     def pairs(self, mean: Any, variance: Any) -> list[tuple[Any, Any]]:
         """Return `(variable, value)` for each statistic of the layer."""
@@ -135,12 +128,14 @@ class _Estimate:
         return [(v, values[name.rpartition("_")[2]]) for name, v in variables if v is not None]
 
     @property
-    def _variance(self) -> NDArray[Any]:
-        return self._deviations / self.count
+    def _estimated(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        mean = self._sum / self.count
+        return mean, np.maximum(self._squares / self.count - mean**2, 0.0)
 
     def result(self) -> list[tuple[Any, Any]]:
         """Return the pairs of the estimate."""
-        return self.pairs(self._mean.astype(np.float32), self._variance.astype(np.float32))
+        mean, variance = self._estimated
+        return self.pairs(mean.astype(np.float32), variance.astype(np.float32))
 
     def report(self, path: str) -> Recalibrated:
         """Return the changes of the layer's statistics.
@@ -148,8 +143,8 @@ class _Estimate:
         Raises:
             GuardError: if the estimate is not finite, or of one value, whose variance would be 0.
         """
-        new_variance = self._variance
-        finite = np.isfinite(self._mean).all() and np.isfinite(new_variance).all()
+        new_mean, new_variance = self._estimated
+        finite = np.isfinite(new_mean).all() and np.isfinite(new_variance).all()
         if self.count < 2 or not finite:
             what = "finite inputs to every BatchNormalization, two values per channel or more"
             received = f"{'NaN or Inf' if self.count > 1 else 'one value'} at {path}"
@@ -161,7 +156,7 @@ class _Estimate:
         smallest = float(self.layer.epsilon)
         ratio = np.maximum(new_variance, smallest) / np.maximum(variance, smallest)
         largest = float(np.maximum(ratio, 1 / ratio).max(initial=1.0))
-        moved = float(np.abs(self._mean - mean).max(initial=0.0))
+        moved = float(np.abs(new_mean - mean).max(initial=0.0))
         return Recalibrated(path, moved, largest, self.count)
 
 
@@ -179,7 +174,7 @@ def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
             received, remedy = f"{path} within a compiled function", "Undo the compilation."
             raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
         if count:
-            estimate.merge(found[0], found[1], count)
+            estimate.add(found[0], found[1], count)
         for variable, value in estimate.pairs(mean, variance):
             variable.assign(value)
         return original(inputs, training=False, mask=mask)
