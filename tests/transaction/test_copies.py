@@ -127,7 +127,6 @@ class Test:
         assert COPIES[how](guard).functions == guard.functions
 
 
-
 @pytest.mark.daily("plain-copy", "plain-save", "own-pickle", "own-clone_model")
 @pytest.mark.parametrize("how", [*COPIES, "clone_model", "save"])
 @pytest.mark.parametrize("build", [zoo.plain, own])

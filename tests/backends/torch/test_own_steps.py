@@ -14,17 +14,14 @@ import torch
 from keras import layers, ops
 from support.torch_steps import (
     BODIES,
-    TrainState,
     X,
     Y,
     adapted,
     alone,
     in_loop,
     network,
-    own,
     same,
     state,
-    updated,
 )
 
 from keras_nanguard import NanGuard
@@ -140,21 +137,6 @@ def test_an_overflow_of_one_optimizer_and_a_sum_of_gradients_of_another_one(opti
     assert same(trained([*good[:4], bad, *good[4:5], bad, *good[5:]]), trained(good))
 
 
-@pytest.mark.parametrize("kind", ["stock", "own", "loop"])
-@pytest.mark.parametrize("good", [1, 3])
-def test_gradients_that_a_refused_step_leaves(kind, good):
-    """None: it has replaced those that it found, which earlier updates have used."""
-    model = network()
-    model.optimizer.build(model.trainable_variables)
-    step = in_loop(own(model), model) if kind == "loop" else alone(model, BODIES[kind](model))
-    for _ in range(good):
-        step((X, Y))
-    assert all(v.value.grad is not None for v in model.trainable_variables)
-    step((BAD, Y))
-    assert step.verdict.refused and not step.learned.adds_to_gradients
-    assert all(v.value.grad is None for v in model.trainable_variables)
-
-
 # What a step creates
 
 
@@ -176,17 +158,6 @@ def test_an_optimizer_that_a_bad_first_step_builds(kind, optimizer):
         assert not step.verdict.refused
         body((X, Y))
     assert same(state(model), state(other))
-
-
-class Broken(torch.optim.Optimizer):
-    """Its slots are not finite from the start."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["broken"] = torch.full_like(p, torch.inf)
 
 
 def loop(make):
@@ -222,33 +193,6 @@ def test_slots_that_an_optimizer_of_torch_creates():
     assert not step.learned.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
 
 
-OTHER = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
-
-
-@pytest.mark.parametrize("name", [n for n, c in vars(torch.optim).items() if isinstance(c, type) and n not in OTHER])
-def test_an_optimizer_with_the_first_values_of_its_slots_is_a_new_one(name):
-    """With the values that are noted for a rollback, an update equals the first one."""
-    settings = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}.get(name, {})
-    step, of, noted = loop(lambda parameters: getattr(torch.optim, name)(parameters, lr=0.125, **settings))
-    parameters, ends = of.param_groups[0]["params"], []
-    noted |= {id(slot): slot.clone() for slots in of.state.values() for slot in slots.values()}  # of Adagrad
-    for _ in range(2):
-        with torch.no_grad():
-            for p in parameters:
-                p.fill_(1.0)
-                for slot in of.state[p].values():
-                    slot.copy_(torch.as_tensor(noted[id(slot)]))
-        step(True)
-        ends.append(torch.cat([t.detach().clone().reshape(-1) for p in parameters for t in (p, *of.state[p].values())]))
-    assert torch.equal(*ends)
-
-
-def test_bad_slots_are_seen_in_the_step_that_creates_them():
-    step, _, _ = loop(Broken)
-    step(False)
-    assert not step.verdict.refused and not math.isfinite(step.verdict.slots)
-
-
 # Scales and rates
 
 
@@ -267,20 +211,6 @@ def test_a_scale_that_grows_to_infinity_is_judged_by_the_next_step(kind):
     assert step.verdict.statistics == 0.0 and math.isinf(float(model.optimizer.dynamic_scale))
     step((X, target))
     assert step.verdict.refused and math.isinf(step.verdict.scale) and float(model.optimizer.dynamic_scale) == 64.0
-
-
-def test_a_rate_that_a_step_sets_is_judged_by_the_weights():
-    """Like a rate that a schedule gives."""
-    model = network()
-    model.optimizer.build(model.trainable_variables)
-
-    def body(data):
-        model.optimizer.learning_rate.assign(math.inf)
-        return {"loss": updated(model, data)}
-
-    step = alone(model, body)
-    step((X, Y))
-    assert step.verdict.refused and step.verdict.statistics == 0.0 and not math.isfinite(step.verdict.weights)
 
 
 # Updates without a Keras optimizer of the model
@@ -307,12 +237,6 @@ def in_place(model):
     return lambda gradients: [v.value.sub_(0.1 * g) for v, g in zip(model.trainable_variables, gradients)]
 
 
-def hidden(model):
-    """A Keras optimizer that no attribute of the model has."""
-    optimizer = keras.optimizers.SGD(0.1)
-    return lambda gradients: optimizer.apply(gradients, model.trainable_variables)
-
-
 def by_hand(make, batches, guarded):
     """Train, where a batch is `BAD` with a NaN gradient of a finite loss; return the final state,
     whether each step was refused, and the transaction.
@@ -337,7 +261,7 @@ def by_hand(make, batches, guarded):
     return [*state(model), *slots], ran, step
 
 
-@pytest.mark.parametrize("make", [assigned, of_torch, hidden])
+@pytest.mark.parametrize("make", [assigned, of_torch])
 @pytest.mark.parametrize("at", [0, 1, 4, 5])
 def test_an_update_without_an_optimizer_of_the_model(make, at):
     """The weights that it writes are judged with the step."""
@@ -454,18 +378,6 @@ def test_an_exception_before_the_update(refuse):
 # Tensors that Keras does not list
 
 
-def test_a_frozen_weight_that_a_layer_holds_a_second_time():
-    """It is not a statistic, like one that is referenced once."""
-    frozen = layers.Dense(3, use_bias=False, trainable=False)
-    model = network(None, frozen)
-    frozen.__dict__["again"] = frozen.kernel.value
-    assert any(t is frozen.kernel.value for t in TrainState.of(model).unlisted)
-    step = alone(model)
-    for _ in range(4):
-        step((X, Y))
-        assert not step.verdict.refused and step.verdict.statistics == 0.0
-
-
 def test_frozen_parameters_of_torch_are_not_statistics():
     """Torch writes its buffers without counting it, but never writes a parameter that is not
     trained.
@@ -490,32 +402,6 @@ def test_frozen_parameters_of_torch_are_not_statistics():
 
 
 # Optimizers that are not in an attribute of the model
-
-
-@pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, lambda: keras.optimizers.SGD(0.1, 0.9, use_ema=True), scaled])
-@pytest.mark.parametrize("batches", [(X, BAD, 2 * X, 3 * X), (X, X, X, X, BAD, X, BAD, X), (BAD, X, X)])
-def test_an_optimizer_within_another_object(optimizer, batches):
-    """A refused step restores the slots of an optimizer that only its body knows."""
-
-    def trained(batches, guarded):
-        model = network()
-        holder = SimpleNamespace(optimizer=optimizer())
-
-        def body(data):
-            model.zero_grad()
-            loss = model.compute_loss(x=data[0], y=data[1], y_pred=model(data[0], training=True))
-            holder.optimizer.scale_loss(loss).backward()
-            with torch.no_grad():
-                holder.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
-            return {"loss": loss}
-
-        step = alone(model, body) if guarded else body
-        for batch in batches:
-            step((batch, Y))
-            assert not guarded or step.verdict.refused == (batch is BAD)
-        return [ops.convert_to_numpy(v) for v in (*model.variables, *holder.optimizer.variables)]
-
-    assert same(trained(batches, True), trained([batch for batch in batches if batch is not BAD], False))
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Adam, scaled])
