@@ -170,9 +170,8 @@ class Firewall:
     """Protects the callbacks of a guarded fit, by changes to instances only.
 
     The whole state is checked before each save of a model. Callbacks of Keras that compare values
-    do not use one that is not finite as the best one. One that no step has measured is missing for
-    them, except for those that keep the best model. A `CSVLogger` that appends to a file receives
-    those logs of the guard that the file has columns for. All other callbacks and History receive
+    do not use one that is not finite, or that no step has measured, as the best one. A `CSVLogger`
+    that appends to a file writes the columns that the file has. All callbacks and History receive
     the logs unchanged.
 
     Args:
@@ -227,17 +226,9 @@ class Firewall:
     def _shielded(self, callback: Any, name: str) -> Callable[..., Any]:
         """Return a method of a callback that compares, without values that it may not use.
 
-        They receive it, and a comparison that is never true: it counts as no improvement. If no
-        step has measured the metric, and only code of Keras reads the logs, `EarlyStopping` and
-        `ReduceLROnPlateau` receive them without it, and wait. All others may require it: the file
-        name of a checkpoint may contain it, and a subclass may read it.
+        They receive it, and a comparison that is never true: it counts as no improvement.
         """
         real = getattr(callback, name)
-        only_keras_reads = not hasattr(callback, "save_best_only") and all(
-            str(getattr(callback, reader, real).__module__).startswith("keras.")
-            for reader in ("on_epoch_end", "get_monitor_value")
-        )
-
         first: int | None = None
 
         def guarded(number: int, logs: Any = None) -> Any:
@@ -249,42 +240,31 @@ class Firewall:
             unmeasured = seen.unmeasured | seen.failed
             if known is None or (math.isfinite(known) and key not in unmeasured):
                 return real(number, logs)
-            removes = only_keras_reads and key in unmeasured
-            shown = {n: v for n, v in logs.items() if n != key} if removes else logs
             with Overrides() as changed:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
-                real(number, shown)
-            if number == first and not removes and hasattr(callback, "wait"):
+                real(number, logs)
+            if number == first and hasattr(callback, "wait"):
                 callback.wait = 0  # as in Keras, which begins to wait after the first value
-            logs.update(shown)  # with the rate that `ReduceLROnPlateau` adds
 
         return guarded
 
 
 def _in_columns(log: Any) -> Callable[..., Any]:
-    """Return `CSVLogger.on_epoch_end` for a file that exists: with the guard's logs of its header.
+    """Return `CSVLogger.on_epoch_end` for a file that exists: it writes the columns of that file.
 
-    It appends the logs of its first epoch in the order of their names, whatever the header.
+    Otherwise it writes the logs of its first epoch in the order of their names.
     """
     real = log.on_epoch_end
 
     def guarded(epoch: int, logs: Any = None) -> Any:
-        columns = [] if log.keys is not None else _header(log)
-        if columns:
-            own = {key: "NA" for key in columns if _is_own(key)}
-            logs = own | {k: v for k, v in (logs or {}).items() if k in own or not _is_own(k)}
+        if log.keys is None:
+            with contextlib.suppress(OSError, csv.Error, ValueError), open(log.filename) as file:
+                log.keys = next(csv.reader(file, delimiter=log.sep), [])[1:] or None
         return real(epoch, logs)
 
     return guarded
-
-
-def _header(log: Any) -> list[str]:
-    """Return the columns of the file of a `CSVLogger`, none if it is empty or not a local file."""
-    with contextlib.suppress(OSError, csv.Error, UnicodeDecodeError), open(log.filename) as file:
-        return next(csv.reader(file, delimiter=log.sep), [])
-    return []
 
 
 # Results that are not finite
