@@ -359,8 +359,7 @@ def _compared(given: argparse.Namespace) -> int:
     flag("--once", "print one frame and exit; the default if the output is not a terminal"),
 )
 def watch(given: argparse.Namespace) -> int:
-    """Follow a guarded run in the terminal: curves, incidents, and remaining budgets of the
-    policy."""
+    """Follow a guarded run in the terminal: curves and incidents."""
     from keras_nanguard._report.terminal import watch as follow
 
     return output.FOUND if follow(given.directory, given.interval, given.once) else output.CLEAN

@@ -20,7 +20,6 @@ from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.decide import BUDGET_WINDOW
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.database import COMMITTED, NAME
 from keras_nanguard._recording.recorder import Recorder
@@ -174,7 +173,6 @@ class RunRecording:
             "backend": current.name(),
             "versions": current.versions(),
             "policy": self._policy.to_toml(),
-            "budgets": self._budgets(),
         }
         self._recorder.begin(
             meta,
@@ -230,8 +228,7 @@ class RunRecording:
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
     def actions(self, outcomes: Sequence[Outcome]) -> None:
-        """Record the budgets after an incident, and a learning rate that it has changed."""
-        self._recorder.note(budgets=self._budgets())
+        """Record a learning rate that an incident has changed."""
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
         self.factor("; ".join(lowered))
 
@@ -276,15 +273,6 @@ class RunRecording:
         text = text or f"The learning rate is {after:.3g} times the configured rate."
         data = {"factor_before": before, "factor": after, "by": "guard"}
         self.event("learning_rate", text, data)
-
-    def _budgets(self) -> list[dict[str, Any]]:
-        """Return how often each change was made, and how often it may be within a window."""
-        state, times = self._recovery.policy_state, self._policy.action_budget
-        table = {"times": times, "per_steps": BUDGET_WINDOW}
-        return [
-            {"rule": name, "do": [name], "used": state.times(name), **table}
-            for name in state.action_steps
-        ]
 
 
 class GuardLog:

@@ -45,7 +45,6 @@ _META: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(COUNTED, (int,)),
     **dict.fromkeys(("format", "epochs", "steps_per_epoch", "base", "since"), (int, type(None))),
     "versions": (dict,),
-    "budgets": (list,),
 }
 """Types of the known entries of `meta`."""
 
@@ -127,8 +126,7 @@ class Recording:
     Attributes:
         meta: facts about the run: `format`, `model`, `backend`, `versions`, `policy` (as text),
             `began` and `written` (seconds since 1970), `status` (`"running"`, `"finished"`,
-            `"failed"`), `epochs`, `steps_per_epoch`, `budgets` (for each limit of the policy
-            `rule`, `do`, `used`, `times`, `per_steps`), and the numbers of `refused` steps, of
+            `"failed"`), `epochs`, `steps_per_epoch`, and the numbers of `refused` steps, of
             `overflows` among them, and of further ones that were undone and run again
             (`run_again`).
         steps: the steps in the order in which they ran, as one array for each of `step`, `epoch`,

@@ -25,7 +25,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.database import MEASURED
-from keras_nanguard._recording.recording import Recording
 from keras_nanguard._report import console, files
 from keras_nanguard._report.shown import ShownRun
 
@@ -171,20 +170,16 @@ def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
     recording = run.recording
     room = max(width - 44, 16)
-    curves, limits = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    curves = Table.grid(padding=(0, 2))
     for name in MEASURED:
         _, low, high = recording.series(name, room)
         if len(high):
             bars = curve(high.tolist(), _ASCII_BARS if ascii_only else _BARS)
             cells = (_text(name.replace("_", " "), "bold"), _text(bars, "cyan"))
             curves.add_row(*cells, _text(f"{low[-1]:.4g}"))
-    for rule, actions, count, limit in budgets(recording):
-        left = _text(f"{count} of {limit} left", "" if count else "bold red")
-        limits.add_row(_text(rule, "bold"), _text(actions), left)
     panels = (
         ("curves, lowest to highest; the last value", curves),
         ("incidents", _incidents(run.incidents)),
-        ("remaining budgets of the policy", limits),
     )
     shown = [
         Panel(content, title=title, title_align="left")
@@ -238,17 +233,3 @@ def curve(values: Sequence[float], bars: str = _BARS) -> str:
     low = min(half, default=0.0)
     span = max(half, default=0.0) - low
     return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in half)
-
-
-def budgets(recording: Recording) -> list[tuple[str, str, int, int]]:
-    """Return `(rule, actions, times left, times)` for each limit of a rule with a change."""
-    found = []
-    for entry in recording.meta.get("budgets") or ():
-        try:
-            rule, actions = str(entry["rule"]), [str(action) for action in entry["do"]]
-            used, limit = int(entry["used"]), int(entry["times"])
-        except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
-            continue
-        if not console.CHANGING.isdisjoint(actions):
-            found.append((rule, " and ".join(actions), max(limit - used, 0), limit))
-    return found

@@ -186,7 +186,7 @@ def test_a_recording_is_accepted_or_rejected(table, data):
     """Any row in any table is rejected with one sentence, or shown in each form."""
     row = data.draw(st.tuples(*[CELLS] * COLUMNS[table]))
     if table == "meta":
-        known = ("model", "status", "written", "began", "base", "epochs", "budgets", "versions", "backend", "policy", "since", "refused")
+        known = ("model", "status", "written", "began", "base", "epochs", "versions", "backend", "policy", "since", "refused")
         row = (data.draw(st.sampled_from(known)), json_text(data.draw(JSON)))
     good = {"meta": [["model", '"net"'], ["status", '"running"']], "steps": [[0, 0, 0, 0, 0.5, 1.0, 0.1, 1.0, 1.7e9, 0, 0]]}
     with tempfile.TemporaryDirectory() as folder:

@@ -49,15 +49,6 @@ def test_a_run_that_may_have_died():
         assert ("no update for 12" in text_of(Recording(meta, recording.steps))) is dead
 
 
-def test_budgets():
-    """The remaining budget of each rule with a change; entries of other programs are ignored."""
-    one = {"rule": "own", "do": ["warn", "rollback"], "used": 2, "times": 3, "per_steps": None}
-    entries = [one, {**one, "used": 9}, {**one, "do": ["warn"]}, {"rule": "own"}, 7, {**one, "times": "many"}]
-    text = text_of(Recording({"budgets": entries}))
-    assert text.count("own") == text.count("warn and rollback") == 2
-    assert "1 of 3 left" in text and "0 of 3 left" in text and "left" not in text_of(Recording())
-
-
 def trained(directory, epochs=2, **arguments):
     import keras
 
