@@ -135,14 +135,17 @@ class Attached:
         """Print a line about each training metric that is not finite, once in a fit. No step was
         bad, so it is no incident.
         """
-        run = self.session.run
-        if not run.refuses:  # then a bad step may have made it so, and was reported
+        if not self.session.run.refuses:  # then a bad step may have made it so, and was reported
             return
         for finding in bad_metrics(logs):
             if not finding.path.startswith("val_"):
-                which = f"the metric {finding.path}"
-                at = f"of epoch {run.counts.epoch + 1} is {finding.value}"
-                run.say_once(which, f"NanGuard: {which} {at}, although the loss is finite.")
+                self._tell_of_metric(finding.path, finding.value)
+
+    def _tell_of_metric(self, name: str, value: float | None) -> None:
+        run = self.session.run
+        at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
+        line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
+        run.say_once(f"the metric {name}", line)
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -184,9 +187,15 @@ class Attached:
 
     def end_test(self, logs: Any) -> None:
         """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
-        BatchNormalization statistics.
+        BatchNormalization statistics. With a finite loss a metric is only mentioned: it may be
+        meant so, as 0/0 without positives.
         """
         bad = bad_metrics(logs)
+        if math.isfinite(numbers(logs).get("loss", math.nan)):
+            prefix = "val_" if self.training else ""
+            for finding in bad:
+                self._tell_of_metric(prefix + finding.path, finding.value)
+            bad = []
         self._announce("validation", bad)
         if self.training and not bad and self._diagnose:
             lagging = self._lagging.look(self.session.run, logs, self._plan)

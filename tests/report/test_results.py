@@ -65,6 +65,27 @@ def test_loss_of_the_validation():
     assert diagnosis.cause in ("loss_domain", "target_out_of_range") and "reckless" in diagnosis.culprit
 
 
+def test_a_metric_that_is_meant_to_be_nan(capsys):
+    """0/0 without positives in the validation or `evaluate`: one line, no incident, no second read of the data."""
+
+    def precision(y_true, y_pred):
+        positive = ops.cast(y_pred > 1e6, "float32")
+        return ops.sum(positive) / ops.sum(positive)
+
+    data, guard = zoo.regression(), NanGuard()
+    model = zoo.plain(metrics=[precision])
+    fitting = {"epochs": 3, "verbose": 0, "validation_data": data.all}
+    history = model.fit(*data.all, **fitting, callbacks=[guard]).history
+    assert np.isnan(history["val_precision"]).all() and np.isfinite(history["val_loss"]).all()
+    model.evaluate(*data.all, verbose=0, callbacks=[guard])
+    assert guard.incidents == []
+    assert capsys.readouterr().out.splitlines() == [
+        "NanGuard: the metric val_precision of epoch 1 is nan, although the loss is finite.",
+        "NanGuard: the metric precision of epoch 1 is nan, although the loss is finite.",
+        "NanGuard: the metric precision is nan, although the loss is finite.",
+    ]
+
+
 def test_inputs_of_a_prediction():
     """A bad row is the fault of the input, in any batch; a generator is not read twice."""
     x, read = zoo.draw(), []
