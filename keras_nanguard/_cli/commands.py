@@ -183,11 +183,7 @@ def diagnose(given: argparse.Namespace) -> int:
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))
-    code = output.show(found, given.json)
-    if found.error and found.diagnosis.cause == "unknown":
-        output.say(f"keras-nanguard: {found.error}.", sys.stderr)
-        return output.MISUSE
-    return code
+    return output.show(found, given.json)
 
 
 @command(

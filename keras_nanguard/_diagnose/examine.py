@@ -55,24 +55,20 @@ class DiagnosisReport:
         training: the same in training mode.
         step: result of a train step on the batch: `"finite"`, `"bad"`, `"failed"`, or `""` if none
             was run.
-        error: what could not be run, and the exception that it raised; `""` if everything could.
     """
 
     diagnosis: Diagnosis
     inference: tuple[LayerRow, ...]
     training: tuple[LayerRow, ...]
     step: str = ""
-    error: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether outputs in both modes and the train step are finite, and no moving statistics are
         wrong.
-
-        A model that could not be run is not healthy.
         """
         bad = self.first_bad("inference") or self.first_bad("training") or self.step == "bad"
-        return self.diagnosis.cause == "unknown" and not (bad or self.error)
+        return self.diagnosis.cause == "unknown" and not bad
 
     def first_bad(self, mode: str) -> str:
         """Return the path of the first layer whose output is not finite in this mode, `""` if all
@@ -89,14 +85,9 @@ class DiagnosisReport:
 
     def __str__(self) -> str:
         d = self.diagnosis
-        known = d.cause != "unknown"
         seen = [f"  evidence: {text}" for text in d.evidence]
-        if self.error and known:
-            seen.append(f"  evidence: {self.error[0].upper()}{self.error[1:]}.")
         advice = [] if self.ok else [f"  advice:   {text}" for text in d.advice]
         what = "Nothing bad was found." if self.ok else d.headline
-        if self.error and not known:
-            what = f"No diagnosis is possible: {self.error}."
         inference, training = layer_table(self.inference), layer_table(self.training)
         tables = ["", "In inference mode:", inference, "", "In training mode:", training]
         return "\n".join([what, *seen, *advice, *tables])
@@ -120,7 +111,8 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Di
         The result. `print` shows it as text.
 
     Raises:
-        GuardError: if `model` is not a Keras model, or the batch cannot become tensors.
+        GuardError: if `model` is not a Keras model, the batch cannot become tensors, or the model
+            raises an exception on it whose cause is unknown.
 
     Example:
 
@@ -168,24 +160,18 @@ def _examined(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
             keras_losses.build_losses(model, batch[0][1], training.outputs)
         trained = step.run(batch, observe=True, update=True)
         passes["a train step"] = _Pass(step, trained)
-    raised = ((what, one.run.error) for what, one in passes.items() if one.run.error)
-    error = next((f"{what} raised {_plain(text)}" for what, text in raised), "")
     bad = next((one for one in passes.values() if not one.run.finite), None)
     shown = bad or passes.get("a train step", inference)
     evidence = _evidence(step, batch, inference, training, shown)
     result = trained.word if trains else ""
     found = conclude(evidence)
-    if found.cause == "unknown" and evidence.replay.error:
-        found = replace(found, advice=(_what_it_takes(model),))
-    elif not (evidence.first or evidence.state or evidence.notes or error):
+    raised = [f"{what} raised {_plain(p.run.error)}" for what, p in passes.items() if p.run.error]
+    if found.cause == "unknown" and raised:
+        remedy = "Pass one batch, x and y as for fit."
+        raise GuardError(expected("data that the model accepts", raised[0], remedy))
+    if not (evidence.first or evidence.state or evidence.notes):
         found = replace(found, advice=())
-    return DiagnosisReport(found, inference.run.rows, training.run.rows, result, error)
-
-
-def _what_it_takes(model: Any) -> str:
-    taken = [tuple(tensor.shape) for tensor in keras_layers.inputs_of(model)]
-    shapes = f": the model takes x of shape {', '.join(map(str, taken))}" if taken else ""
-    return f"Pass one batch, x and y as for fit{shapes}."
+    return DiagnosisReport(found, inference.run.rows, training.run.rows, result)
 
 
 def _evidence(
