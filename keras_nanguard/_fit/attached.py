@@ -34,8 +34,6 @@ class Attached:
     """A guard that is attached to a model, from `set_model` until `close`.
 
     Args:
-        session: the host side of the transaction.
-        reporter: prints lines.
         logs: whether to add the guard's own numbers to the epoch logs.
         diagnose: whether to find the cause of results that are not finite.
         cut_short: called when the call of Keras ends by an exception.

@@ -63,7 +63,6 @@ class BadRows:
     """The bad rows of one guard, over all of its fits.
 
     Args:
-        recorder: stores them.
         ids: the user's names of the rows: a sequence with one name for each row of `x`, or the key
             under which each batch has its names; `None` if the rows have no names.
     """
@@ -224,7 +223,6 @@ def indices(
 
     Args:
         arrays: those of the batch, by role and path.
-        rows: the rows to search for.
         x, y: the data of `fit`; `None` if they are not arrays.
         seconds: the time limit.
 

@@ -48,9 +48,6 @@ class Recalibration:
         layers: BatchNormalization layers that update their statistics.
         batches: number of batches to average over.
         seen: number of batches that are already included.
-
-    Attributes:
-        left: number of remaining batches.
     """
 
     def __init__(self, layers: list[Any], batches: int, seen: int = 0):

@@ -126,7 +126,6 @@ class FitLogs:
         Args:
             logs: the logs that Keras computed. Only their names, and values that are not floats,
                 are used.
-            loss: the loss of the step.
 
         Each log gets the value of the last committed step. Without one, `loss` gets the loss of
         this step if it is finite. Everything else gets the worst value: `HUGEST`, or `-HUGEST` for
@@ -176,7 +175,6 @@ class Firewall:
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
-        callbacks: the callbacks of the fit.
     """
 
     def __init__(self, session: Any, callbacks: Sequence[Any]):
@@ -295,7 +293,6 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     Never raises. At the end the model and all random generators are as before.
 
     Args:
-        model: the model.
         variables: those that calling it may write.
     """
     from keras_nanguard._backends.shared.replay import preserved

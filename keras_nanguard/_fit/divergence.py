@@ -58,14 +58,7 @@ seconds.
 
 
 class Divergence:
-    """Detects a diverged run in one fit.
-
-    Args:
-        enabled: whether to check.
-
-    Attributes:
-        enabled: whether this guard still checks.
-    """
+    """Detects a diverged run in one fit."""
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
@@ -203,9 +196,7 @@ class Schedule:
         """Note what trials took, and rest.
 
         Args:
-            step: the step of the run.
             steps: number of steps of the trials.
-            result: what they found.
             diverged: whether the rate was lowered for a divergence before.
         """
         self._spent, self._progress = self._spent + steps, result == "progress"

@@ -86,11 +86,7 @@ under dynamic loss scaling; for anything else.
 
 
 class AfterRefusal:
-    """What a refused step changes for the next one: the random numbers, or the batches to replay.
-
-    Args:
-        run: the run.
-    """
+    """What a refused step changes for the next one: random numbers, or the batches to replay."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -104,8 +100,6 @@ class AfterRefusal:
         or the batch that are to blame.
 
         Args:
-            incident: the incident.
-            step: the step.
             args: its arguments, `None` if they are gone.
             state: the numbers of committed steps and rollbacks before the incident.
         """
@@ -138,14 +132,9 @@ class Incidents:
     All methods raise `NonFiniteError` if the policy requires it, after the incident was reported.
 
     Args:
-        run: the run.
         announce: called with each complete incident, and what its actions have done, in order.
         explain: makes the diagnosis of an incident, `None` for none.
-        bad_rows: the bad rows of the data so far.
         after: handles the verdict of a replayed step.
-
-    Attributes:
-        replay: replays the steps that a rollback has undone.
     """
 
     def __init__(
@@ -284,7 +273,6 @@ class Incidents:
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
-            report: the stored report of its step, if any.
             restart: the change that helps a run that is proven to have diverged.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)

@@ -69,8 +69,6 @@ class Lagging:
         """Check a validation; return findings and diagnosis, or `None`. Never raises.
 
         Args:
-            run: the run.
-            logs: of the validation.
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
         model, start = run.model, run.counts.epoch_start

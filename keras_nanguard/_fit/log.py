@@ -48,13 +48,7 @@ class Reporter:
         self._of_run, self._details = [], _details(directory)
 
     def incident(self, incident: Incident, samples: Sequence[BadSample], effects: Effects) -> None:
-        """Print the line of an incident, if it has one.
-
-        Args:
-            incident: the incident.
-            samples: the bad rows of its step.
-            effects: what its actions have done.
-        """
+        """Print the line of an incident, if it has one."""
         self._of_run.append(incident)
         context = console.Context(samples, effects, self._details)
         self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
@@ -84,8 +78,6 @@ class Reporter:
         other refused steps has no line, unless all of its steps were refused or `verbose` is 2.
 
         Args:
-            counts: the numbers of steps.
-            epoch: the epoch.
             unmeasured: names of logs that no committed step of this fit has measured.
             committed_before: whether any step of this fit has committed.
         """
@@ -137,10 +129,6 @@ class RunRecording:
     """Records one run.
 
     Args:
-        recorder: stores them.
-        counts: the counters of the run.
-        recovery: the changes of the policy.
-        policy: the policy.
         train_state: returns the train state, whose variables have the current values.
 
     Attributes:
@@ -164,7 +152,6 @@ class RunRecording:
         """Begin the recording of the fit.
 
         Args:
-            model: the model.
             directory: the folder that this process writes to; `None` writes nothing.
             resumed: the step of the snapshot from which the fit resumes, if any.
         """
@@ -284,9 +271,6 @@ class GuardLog:
 
     Attributes:
         incidents: the incidents in order of time.
-        reporter: prints lines.
-        recorder: records steps and events.
-        bad_rows: identifies the rows of the data.
     """
 
     def __init__(self, verbose: int, sample_ids: Any):

@@ -74,7 +74,6 @@ class Monitors:
         policy is found again once it has been within the limit.
 
         Args:
-            run: the run.
             scale_is_needed: whether gradients overflow unless the loss scale is below its floor.
         """
         step = run.step

@@ -24,9 +24,7 @@ def is_ordinary(run: Run, streak: int, scale: float) -> bool:
     finite at the lowest loss scale. Then another streak begins.
 
     Args:
-        run: the run.
         streak: number of such steps in a row.
-        scale: the loss scale of the step.
     """
     scaling, last_scale = run.policy.loss_scale, run.history.scale
     if streak == 1 and run.scan(before=True):

@@ -39,9 +39,7 @@ class Done(NamedTuple):
 
     Attributes:
         text: what was done, in words.
-        restored: whether a snapshot was restored.
         rerun: the steps to replay from it, or `None`.
-        lowered: the learning rates that were lowered.
         state: the state that training ends with, in words, if one was to be restored.
     """
 
@@ -74,9 +72,7 @@ class Response:
     """What the actions of a decision have done.
 
     Attributes:
-        outcomes: the result of each action.
         rerun: the steps to replay from the snapshot that was restored last, or `None`.
-        effects: what the printed line of the incident shows.
         ends: how training ends, as in `Performer`; empty if it continues.
         state_replaced: whether an action has written the state.
     """
@@ -100,9 +96,6 @@ def perform(
     An action that raises is reported as skipped with the error, and the other actions still run.
 
     Args:
-        run: the run.
-        incident: the incident, with its decision.
-        report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began.
         restart: the change that helps a run that is proven to have diverged.
     """

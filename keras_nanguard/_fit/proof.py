@@ -78,7 +78,6 @@ class Lost:
 
     Attributes:
         incident: findings, and a diagnosis with the measurements as evidence.
-        restart: the change.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
         restore_rates: restores the learning rates from before the change.
@@ -101,7 +100,6 @@ def look_for_proof(run: Run, seconds: float) -> tuple[TrialResult, int]:
     """Return what trials find, and the number of their steps.
 
     Args:
-        run: the run.
         seconds: maximum time for the trials of a run that has not learned anything, in seconds.
     """
     batches = run.recent.last(BATCHES)
@@ -145,9 +143,6 @@ class _Trials:
     """The trials of one check, compared with the current and the untrained state.
 
     Args:
-        run: the run.
-        trying: runs their steps.
-        first: the snapshot before the first step.
         held_out: the batches on which states are compared.
         after: the state after training on a few batches from the current one.
 
@@ -199,7 +194,6 @@ class _Trials:
         """Return the trial at a lower rate that helps most, `None` if none helps enough.
 
         Args:
-            batches: the batches to train on.
             going_on: the losses after training on them as the run would.
             damaged: whether most kernels are dead, or one has grown tenfold.
         """

@@ -133,8 +133,6 @@ class Rate:
         be compiled again.
 
         Args:
-            factor: the factor.
-            min_lr: the lowest rate.
             failed: the rate of the step that failed. After a rollback a schedule may give a lower
                 one, such as 0 at the start of a warmup.
         """
@@ -203,7 +201,6 @@ class Rate:
         """Restore the changes that `change` returned.
 
         Args:
-            done: the changes.
             write: whether to write a plain rate. If not, a rate that someone has changed since
                 counts as a new choice, and the earlier changes are forgotten.
         """

@@ -31,12 +31,10 @@ class Recovery:
     """The state and the changes of the policy in one fit.
 
     Attributes:
-        policy_state: the state of the policy.
         rates: the changes of the learning rate of each optimizer, by `id`.
         lowering: why and since when they are lowered.
         changed: `(target, name, value before)` of each setting that was changed for this fit.
         scale_bounds: floor and ceiling of the loss scale.
-        recalibration: the estimate of BatchNorm statistics in progress.
     """
 
     def __init__(self) -> None:
@@ -141,10 +139,6 @@ class Recovery:
     ) -> GuardState:
         """Return the record of all changes, for a fit that begins now. Its numbers may be invalid:
         the user may have set them.
-
-        Args:
-            optimizers: those of the run.
-            steps, committed, rollbacks: its counters.
         """
         rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
         touched = {(id(target), name) for target, name, _ in self.changed}
@@ -173,9 +167,6 @@ class Recovery:
         """Apply a record before the first step.
 
         Args:
-            state: the record.
-            optimizers: those of the run.
-            model: its model.
             write: whether the optimizers do not have the changes yet. Otherwise they are the same
                 ones, or another callback has restored them, and values that were set since the
                 record are kept.
@@ -239,7 +230,6 @@ class Recovery:
         good.
 
         Args:
-            committed: number of committed steps.
             train_state: returns the train state, whose variables have the current values.
         """
         after = self.lowering.recover_after
@@ -287,7 +277,6 @@ class GuardState(Record):
         policy_state: the state of the policy, for a fit that begins now.
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their current values.
-        rollbacks: number of rollbacks.
         lowering: why and since when the rates are lowered, for a fit that begins now.
         scale_bounds: floor and ceiling of the loss scale.
         recalibration: remaining and past batches of an estimate of BatchNorm statistics.

@@ -35,10 +35,6 @@ class Resumed:
     """The place where a run resumes.
 
     Attributes:
-        path: the snapshot.
-        record: its record.
-        guard_state: the changes of the policy.
-        epoch: the epoch.
         batch: number of complete batches of this epoch.
         with_state: whether the state of the model is restored. Another callback may have restored a
             later one.
@@ -194,7 +190,6 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
     """Return the newest verified snapshot that is intact. A broken one is skipped with a warning.
 
     Args:
-        directory: the guard's directory.
         steps: batches per epoch, if known.
 
     Returns:

@@ -44,9 +44,6 @@ class ActionContext:
     """What the actions of one decision have in common.
 
     Attributes:
-        run: the run.
-        incident: the incident, with its decision.
-        report: the stored report of the step, if any.
         replays: number of rollbacks since the first of the running replays began; 0 outside.
         rates_before: the learning rate of each optimizer before the first action, by `id`; empty
             unless an action lowers it.
@@ -155,7 +152,6 @@ class ActionContext:
         Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
         Args:
-            snapshot: the state to restore.
             rerun: the steps to replay afterwards. If given, loss scales and the generator are
                 restored as well.
             reseed: whether the random generators advance, by another amount after each rollback.
@@ -215,7 +211,6 @@ class Replay:
     """The replays of one run.
 
     Args:
-        run: the run.
         poles: the poles of its schedules, which are passed over.
         after: handles the verdict of a replayed step. This may lead to another rollback, whose
             steps are then replayed first.

@@ -71,9 +71,6 @@ def bad_scales(train_state: TrainState) -> Iterator[Finding]:
 class StateCheck:
     """Finds the bad variables of a train state, without those that are not finite on purpose.
 
-    Args:
-        policy: the policy, which may limit magnitudes.
-
     Attributes:
         tolerated: the `id` of each variable that may be infinite, because it was at first.
         nan_markers: the `id` of each of those that may be NaN as well.
@@ -102,7 +99,6 @@ class StateCheck:
         """Return a finding for each variable with NaN or Inf.
 
         Args:
-            train_state: the state, which is read as a whole.
             before: whether to report all findings as present before a step, at the site `"state"`,
                 and to include finite values so large that sums over them overflow. If not, each
                 finding is reported under its own site.
@@ -131,20 +127,11 @@ class Run:
     """The facts of one guarded run.
 
     Args:
-        model: the guarded model.
-        policy: the policy.
-        recorder: stores measurements and events.
         optimizers: the optimizers of a loop without a trainer; `None` for those of the model.
-        functions: the functions that the policy may call, by name.
         directory: folder for files; `None` writes nothing.
-        say: prints a line.
 
     Attributes:
         access: host access to the train state and to the guarded step, from the backend.
-        state_check: finds bad variables in the train state.
-        counts: the counters.
-        recovery: the changes of the policy.
-        recording: records the run.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.

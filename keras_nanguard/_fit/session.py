@@ -33,14 +33,11 @@ class Session:
     """The host side of the transaction: what happens before and after each step of a run.
 
     Args:
-        run: the facts of the run.
         announce: called with each complete incident, and what its actions have done.
         explain: makes the diagnosis of an incident, `None` for none.
-        bad_rows: the bad rows of the data so far.
 
     Attributes:
         tasks: the work between two steps.
-        logs: the logs of the fit.
         finished: whether the fit has ended normally, or the steps without a fit so far.
         start: from which state the run starts.
         guard_state: the changes of the policy at the end of the fit.
@@ -162,7 +159,6 @@ class Session:
         """Read the verdict of the last step and act on it.
 
         Args:
-            verdict: its numbers.
             state_is_current: whether the state is the one that it has left: no other step was
                 started since.
 

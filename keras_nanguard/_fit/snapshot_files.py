@@ -155,7 +155,6 @@ class SnapshotFile(Mapping[int, Array]):
 
     Args:
         path: the folder of a snapshot that `read` has checked.
-        record: its record.
         variables: all variables of the train state, in their order.
 
     Raises:
@@ -229,8 +228,6 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
     """Write a state into a new snapshot of a folder, and return its files.
 
     Args:
-        folder: the folder of snapshots.
-        train_state: the train state.
         **about: the fields of the record that do not follow from the state.
     """
     path = folder / f"snapshot-{max((n for n, _ in _numbered(folder)), default=0) + 1:08d}"
@@ -290,7 +287,6 @@ class SnapshotFolder:
     """The files of the snapshots of one fit. Nothing is raised if they cannot be written.
 
     Args:
-        directory: the guard's directory.
         say_once: prints a line, once for each subject, its first argument.
     """
 

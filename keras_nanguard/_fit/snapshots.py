@@ -47,9 +47,7 @@ class Snapshot:
         good: number of good steps of the fit until then.
         position: the epoch, and the number of its complete batches.
         verified: whether enough good steps have followed.
-        level: the level of the loss when it was taken.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
-        file: its files on disk, or `None`.
         generator: the state of the generator that belongs to no variable, or `None`.
         metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
@@ -90,7 +88,6 @@ class Snapshot:
         processes may not have the same memory, so they never copy it.
 
         Args:
-            variables: the variables.
             changed: `(variable, value)` for variables that get another value.
 
         Raises:
@@ -149,7 +146,6 @@ class Ring:
 
         Args:
             about: the snapshot without its values. It is `verified` if it counts so immediately.
-            state: the train state.
             tolerated: the `id` of each variable that may be infinite.
 
         Returns:
@@ -187,7 +183,6 @@ class Ring:
 
         Args:
             about: the snapshot without its values.
-            state: the train state.
             views: its values, which are released one by one; `None` if a copy does not fit.
             short: whether it fits only in the place of another snapshot.
         """
@@ -297,7 +292,6 @@ class Ring:
         progress. So a long run does not start over.
 
         Args:
-            onset: the step.
             first_loss: the lowest loss of the first steps.
             can_replay: whether the steps since a snapshot can be replayed.
         """

@@ -35,14 +35,10 @@ class Counts:
 
     Attributes:
         step: complete train steps, including refused ones.
-        committed: committed steps.
         good: committed steps that no rollback has undone.
-        refused: refused steps.
         overflows: refused steps that were ordinary float16 overflows, which are not incidents.
         run_again: further steps that were refused, undone by a rollback, and replayed.
         streak: float16 overflows in a row.
-        last_refused: whether the last step was refused.
-        rollbacks: number of rollbacks.
         restored: the step of the last restored snapshot, `None` before the first rollback.
         epoch, epoch_start: the current epoch, and its first step.
         epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
@@ -50,7 +46,6 @@ class Counts:
         epoch_passed: batches of this epoch without a step.
         epoch_rollbacks: number of rollbacks before this epoch.
         idle: whether no step of this epoch has committed yet, so that its metrics are empty.
-        skip_batches: number of batches still to skip.
     """
 
     def __init__(self) -> None:
@@ -195,7 +190,6 @@ class Rerun(NamedTuple):
     """The steps that a rollback has undone, to be replayed from its snapshot.
 
     Attributes:
-        snapshot: the snapshot.
         batches: the arguments of each step since then, `None` for one that is skipped.
         refused: the replayed steps that had been refused.
     """

@@ -17,16 +17,7 @@ from keras_nanguard._policy.actions import ACTIONS
 
 
 class Tasks:
-    """The tasks of one run.
-
-    Args:
-        run: the run.
-        incidents: handles what the tasks detect.
-
-    Attributes:
-        monitors: the checks for finite faults.
-        divergence: the check whether the run is lost.
-    """
+    """The tasks of one run."""
 
     def __init__(self, run: Run, incidents: Incidents):
         self.run, self.incidents = run, incidents

@@ -45,7 +45,6 @@ class Trial:
     """Runs steps whose effects are undone at the end of the `trial` context.
 
     Args:
-        run: the run.
         again: called before each step, for faults that are injected into it.
 
     Attributes:
@@ -111,7 +110,6 @@ class Trial:
         """Return the state after training on batches from a state, `None` if a step was refused.
 
         Args:
-            state: the state to start from.
             batches: the arguments of each step.
             factor: multiplies every learning rate.
         """
@@ -176,7 +174,6 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
     for a copy of the state.
 
     Args:
-        run: the run.
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
     access, train_state = run.access, run.read_train_state()  # a callback may have compiled it anew
