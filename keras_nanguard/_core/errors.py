@@ -35,7 +35,6 @@ def no_model(received: object, command: str) -> GuardError:
     """Return the error for an argument that is not a model.
 
     Args:
-        received: the argument.
         command: the command of `keras-nanguard` that accepts the path of a model, with the
             placeholder `{path}`.
     """

@@ -356,7 +356,6 @@ def moment_of(incident: Incident, batch: str = "") -> str:
     """Return when an incident happened, counted from 1: `step 6 (epoch 1)`.
 
     Args:
-        incident: the incident.
         batch: further words after the epoch of a step.
     """
     if "predictions" in incident.sites:
@@ -394,7 +393,6 @@ class Effects(NamedTuple):
     """What the actions of an incident have done, as its printed line shows it.
 
     Attributes:
-        lowered: the learning rates that they have lowered.
         state: the state that training ends with, in words, if one was to be restored.
     """
 

@@ -88,9 +88,6 @@ class Spread:
 
     Attributes:
         name: path within the batch.
-        max_abs: largest magnitude.
-        mean: mean.
-        std: standard deviation.
         constant: number of features with the same value in all rows.
         outliers: rows whose largest magnitude is far above that of the others.
         integer: whether its entries are integers that may be ids, and not numbers.

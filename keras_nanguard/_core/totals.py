@@ -12,7 +12,6 @@ class Totals(NamedTuple):
 
     Attributes:
         steps: complete train steps, including refused ones; `None` if unknown.
-        refused: refused steps.
         overflows: those of them that were ordinary float16 overflows, which are not incidents.
         run_again: further steps that were refused, undone by a rollback or a restart, and run
             again.

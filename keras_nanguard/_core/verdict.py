@@ -35,8 +35,6 @@ class Verdict(NamedTuple):
     The compiled step returns it as one row of numbers in this order; the host uses it as a record.
 
     Attributes:
-        refused: whether the step was refused.
-        loss: its loss.
         gradients: half the sum of squares of all gradients, which are scaled by the loss scale, if
             any.
         statistics: the sum over the statistics that the forward pass wrote; on PyTorch their norm.
@@ -99,7 +97,6 @@ class Report:
     and the batch.
 
     Attributes:
-        verdict: the verdict of that step.
         rows: `(site, path)` of each counted array. Empty, or without gradients, if there was no
             memory to count them.
         counts: int array of shape `(len(rows), 3)`: NaN, Inf and all entries of each.
