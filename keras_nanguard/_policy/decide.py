@@ -119,7 +119,6 @@ class PolicyState(Record):
         """Return the state after one more incident.
 
         Args:
-            incident: the incident.
             matching: names of the rules that match it.
         """
         step = self.earlier + incident.step
@@ -212,7 +211,6 @@ class _Choice:
 
     Attributes:
         name: the rule, or the part of the policy, that decides.
-        actions: the actions.
         reason: the reason, as a clause.
     """
 

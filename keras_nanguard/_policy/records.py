@@ -47,9 +47,7 @@ def raise_invalid(error: ValidationError, document: Any, model: Any, source: str
     A list whose entries are invalid is not too short as well.
 
     Args:
-        error: the error of pydantic.
         document: the validated document.
-        model: the model that validated it.
         source: name of the document.
     """
     found = error.errors(include_url=False)
@@ -225,7 +223,6 @@ def several(kind: Any, written: Callable[[tuple[Any, ...]], Any] = unlisted) -> 
     """Return the type of one value of this kind or a list of them, as a tuple.
 
     Args:
-        kind: the type of a value.
         written: returns the values as a file writes them.
     """
     return Annotated[

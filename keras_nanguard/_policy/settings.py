@@ -105,8 +105,6 @@ class LossScale(Record):
         """Return whether dynamic scaling handles the last of `streak` overflows in a row.
 
         Args:
-            streak: the number of overflows.
-            scale: the loss scale.
             last: that of the last good step, 0 if there is none.
 
         Overflows at a scale above `HIGH_SCALE` are not counted. Ordinary gradients overflow there,

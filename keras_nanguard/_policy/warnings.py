@@ -24,7 +24,6 @@ def warnings_about(
     """Return a sentence for each rule that never acts, and for each action that cannot be done.
 
     Args:
-        policy: the policy.
         model: name of the model or of its file.
         paths: Keras paths of its variables; `None` if there is no model to compare with.
         functions: names of the functions that are registered; `None` if that is not known.
