@@ -118,7 +118,6 @@ def rows_of(connection: sqlite3.Connection, max_text: int = MAX_ALL_TEXT) -> dic
     """Return the last rows of each table in order, without those with a text that is too long.
 
     Args:
-        connection: the database.
         max_text: maximum number of characters of all texts of a table; the newest rows are kept.
     """
     found: dict[str, list[Row]] = {}
@@ -200,7 +199,6 @@ class Memory:
     """The tables of one recording, with these rows at first.
 
     Attributes:
-        connection: the database.
         end: the `id` of the next step.
     """
 

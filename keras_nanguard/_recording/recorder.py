@@ -126,11 +126,7 @@ class Recorder:
         """Record one step. This runs in every step.
 
         Args:
-            step: the step.
-            loss: its loss.
             squares: half the sum of squares of its gradients, with the loss scale.
-            scale: its loss scale.
-            status: its result.
         """
         now = self._now()
         self._pending.append((step, loss, squares, scale, now, status))
@@ -172,7 +168,6 @@ class Recorder:
         """Mark the committed steps from this one on as undone.
 
         Args:
-            step: the step.
             again: the steps that run again; refused ones among them are marked, too.
         """
         with self._changing():
@@ -200,10 +195,8 @@ class Recorder:
 
         Args:
             meta: facts about it; see `Recording.meta`.
-            scaled: whether it scales its loss.
             path: the file to write to; `None` for none.
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
-            epoch: its first epoch.
         """
         with self._changing():
             self._running, self._scaled = True, scaled

@@ -303,7 +303,6 @@ def incidents(recording: Recording, strict: bool = True) -> list[tuple[Incident,
     """Return each incident of a recording, with its step counted across all fits.
 
     Args:
-        recording: the recording.
         strict: whether a damaged incident is an error; otherwise it is omitted.
 
     Raises:

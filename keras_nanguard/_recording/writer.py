@@ -29,7 +29,6 @@ class File:
     """The file while its run writes it: in WAL mode, and intact whenever the process ends.
 
     Args:
-        path: the file.
         name: identifies the run. The file belongs to the run that opened it last.
         statements: the first statements. A reader sees all of their results, or the previous file.
 
@@ -117,7 +116,6 @@ class Writer:
     """The thread that writes during one fit.
 
     Args:
-        path: the file.
         end: a method that is called if the process ends before `close`. It is not kept alive.
 
     Attributes:
