@@ -90,7 +90,6 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[S
     input.
 
     Args:
-        folder: the bundle.
         rows: indices within the batch.
         culprit: the array to blame, as a diagnosis names it, or `""`.
     """
@@ -191,15 +190,12 @@ class Card:
 
     Attributes:
         title: cause and place.
-        group: the incidents of this kind.
         steps: the step of each incident.
         first: the first of them that still has its bundle, or the first of all.
         outcomes: the most frequent outcomes, each with how often it occurred.
         code: code to paste, or `""`.
         layers: the table of layers of the bundle, or `""`.
-        rows: the bad rows of the bundle.
         bundle: folder of the bundle, or `""`.
-        replay: the command that replays it.
         labels: names of the bad rows of the step.
     """
 
@@ -220,7 +216,6 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
     """Return the cards in the order in which each kind first occurred.
 
     Args:
-        run: the run.
         steps: the step of each incident, counted as in the samples of the recording.
     """
     groups = console.kinds(run.incidents, steps)

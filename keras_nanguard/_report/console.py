@@ -59,8 +59,6 @@ class Context(NamedTuple):
     """Contents of the line of an incident besides the incident.
 
     Attributes:
-        samples: the bad rows of its step.
-        effects: what its actions have done.
         details: how to see all details; omitted if the line would become too long.
     """
 
@@ -184,7 +182,6 @@ def epoch_line(
     """Return the line at the end of an epoch with refused steps.
 
     Args:
-        epoch: the epoch.
         refused, committed: numbers of its refused and committed steps.
         unmeasured: whether no committed step of this fit has measured some of the logs.
         committed_before: whether any step of this fit has committed.
@@ -253,7 +250,6 @@ def kinds(incidents: Sequence[Incident], steps: Sequence[int] = ()) -> list[Inci
     """Return incidents by cause and place, the most frequent first.
 
     Args:
-        incidents: the incidents.
         steps: the step of each; by default as it counts them itself.
     """
     groups: dict[tuple[Any, ...], IncidentKind] = {}

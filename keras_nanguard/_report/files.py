@@ -27,7 +27,6 @@ def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
     """Write the incidents of a run to a file atomically, and return its path.
 
     Args:
-        run: the run.
         path: ends in `.json` (one object with a format version), `.jsonl` (one incident per line)
             or `.html`.
 

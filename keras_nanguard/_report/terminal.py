@@ -118,7 +118,6 @@ def watch(
     """Show a run until it ends or Ctrl+C is pressed, and return whether there were incidents.
 
     Args:
-        directory: the directory of the guard.
         interval: seconds between two readings.
         once: show it once, as is done without a terminal.
         screen: the output; by default the standard output.
