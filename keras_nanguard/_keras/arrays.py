@@ -82,7 +82,6 @@ def waiting_for(
 
     Args:
         what: a description of the exchange.
-        processes: number of processes.
         missing: returns in words which process does not respond; called after the error.
 
     Raises:

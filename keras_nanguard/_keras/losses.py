@@ -135,7 +135,6 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
     """Return which targets a loss does not accept, `None` if it accepts all of them.
 
     Args:
-        loss: the loss.
         targets: the targets of one output, of any shape.
         width: number of classes in that output, 0 if unknown; see `classes_of`.
     """

@@ -24,7 +24,6 @@ def computing_in_float32(
     """Make a model compute in float32, with float32 copies of the variables that have a low dtype.
 
     Args:
-        model: the model.
         optimizers: the optimizers, which find the slots of a copy as those of the variable.
         variables: the variables that a step may read.
         twin: returns the float32 copy of a variable, `None` if it needs none.

@@ -25,8 +25,6 @@ class TensorVariable:
     Args:
         held: what holds the tensor, under `key`; a module may replace a buffer in each call, or
             delete it. Then the last one stays.
-        key: its key.
-        path: its path.
         resizable: whether it may get another shape, as the buffer of a module.
 
     Attributes:
