@@ -398,7 +398,6 @@ class Session(Protocol):
         """Act on the verdict of a step; return whether it was healthy and no task was due.
 
         Args:
-            verdict: its numbers.
             state_is_current: whether no other step was started since.
         """
 

@@ -64,7 +64,6 @@ def agreed(number: int, what: str) -> None:
     """Check that all processes have the same number.
 
     Args:
-        number: the number of this process.
         what: a description of it.
 
     Raises:

@@ -36,10 +36,6 @@ class Host(interface.Host):
         The messages use the coordination service that JAX starts for its processes, on the host. So
         they need no device and cannot be confused with arrays of a step.
 
-        Args:
-            payload: the value of this process.
-            what: a description of it.
-
         Raises:
             GuardError: if a process does not answer within `LIMIT` seconds, with its rank and the
                 description.

@@ -28,7 +28,6 @@ class Update:
 
     Attributes:
         slots, grads, weights: its arguments.
-        real: the method itself.
     """
 
     def __init__(
@@ -60,10 +59,6 @@ class Gate(Overrides):
 
     A `LossScaleOptimizer` already has a conditional around its update, which uses the verdict as
     its condition.
-
-    Args:
-        record: the update.
-        may_commit: whether the step commits.
     """
 
     def __init__(self, record: Update, may_commit: Any):
@@ -108,14 +103,12 @@ class Intercept(Overrides):
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
-        optimizers: the intercepted optimizers.
         may_commit: whether their updates take effect: `True`, `False` (they do not even run), or a
             truth value of the step.
         metrics: the metrics whose results are to be recognized among the outputs.
 
     Attributes:
         records: the calls of `stateless_apply`, in order.
-        losses: the results of `compute_loss`.
         outputs: `(name, array)` of the model's outputs that `compute_loss` received.
         updated: the results of gated updates, by `id`.
         selected: the `id` of those that are the old value if the step is refused.
@@ -201,7 +194,6 @@ def with_metrics(outputs: Any, sources: Sequence[tuple[Any, int] | None], values
     """Return the outputs, with results of metrics computed from other values of their variables.
 
     Args:
-        outputs: the outputs of a step.
         sources: those of `Intercept`.
         values: `(variable, value)` of the metrics.
     """

@@ -39,7 +39,6 @@ class StartedStep:
     """A guarded step that was started.
 
     Attributes:
-        computed: what it computes.
         args: the arguments of the step besides its state.
     """
 
@@ -51,14 +50,12 @@ class Transaction(TracedStep):
     """Wraps the body of one train step: `body(state, *args) -> (outputs, new_state)`.
 
     Args:
-        body: the step.
         run: the run that it belongs to. Whether its policy refuses bad steps is built in.
         variables: callable that returns the Keras variable of each array of the flattened state (or
             `None`).
         stored: callable that returns the state with the current values of the variables.
         of_trainer: whether a Keras trainer runs the step. Then its outputs are logs, and no other
             code uses the state, so that it may be overwritten.
-        jit: whether to compile the step.
         shardings: shardings of the arrays of the state; `None` if they are on one device.
 
     Attributes:
@@ -138,7 +135,6 @@ class Transaction(TracedStep):
 
         Args:
             state: a pytree of arrays.
-            *args: the other arguments of the body.
             after: the previous step, whose verdict has not been read yet.
         """
         if self.facts is None:  # the first step

@@ -67,9 +67,7 @@ class Values(NamedTuple):
     """The arrays that a run of the body gives.
 
     Attributes:
-        losses: the losses.
         checked: the gradients, and the other arrays that are checked.
-        outputs: the outputs of the body.
         new: the flat new state.
     """
 
@@ -84,7 +82,6 @@ class Computed(NamedTuple):
 
     Attributes:
         state: the state to continue with.
-        outputs: the other outputs of the body.
         vector: the numbers of the verdict, in the order of `_core.verdict.FIELDS`.
         halt: a flag on the device: the next step has to be refused because of this one.
         counts: the counts of bad entries of each checked array, an int32 array `(places, 2)`, under
@@ -118,8 +115,6 @@ class StepTrace:
     """One trace (or one eager run) of the transaction.
 
     Args:
-        transaction: the step.
-        state: the state.
         args: the other arguments of the body.
         halt: whether the step is refused regardless of its batch.
 
@@ -248,9 +243,6 @@ class StepTrace:
         """Return the verdict and the counts of bad entries, an int32 array `(places, 2)`.
 
         Args:
-            facts: what the body shows.
-            losses: its losses.
-            checked: its checked arrays.
             new: the flat state after its updates; `None` if they have not run yet.
         """
         sums = self._sums(facts, losses, checked, new)
@@ -393,7 +385,6 @@ def two_parts(
     """Split a program into what does not depend on its first argument, and the rest.
 
     Args:
-        program: the program.
         judged: how many of its results the first part must give.
 
     Returns:

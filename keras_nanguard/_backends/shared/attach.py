@@ -216,7 +216,6 @@ class LoopStep(StateAccess):
     call.
 
     Args:
-        function: the step.
         session: the host side, which is `_fit.session.Session`.
     """
 

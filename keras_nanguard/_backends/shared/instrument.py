@@ -287,8 +287,6 @@ class CallOrigins:
     with finite inputs and a bad result.
 
     Args:
-        calls: the calls.
-        args: the arguments of the step.
         gradients: each gradient with the path of its variable.
     """
 

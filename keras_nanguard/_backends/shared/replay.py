@@ -39,7 +39,6 @@ class ReplayResult:
         first: first bad site in causal order, `""` if everything is finite.
         first_path: the variable there.
         origin: the origin of the first bad value.
-        loss: the loss.
         rows: the table of layers.
         outputs: the model's outputs, by name.
         sample_losses: the result of each loss before its reduction, by name.
@@ -78,7 +77,6 @@ def preserved(
     Replays of several threads run one after the other.
 
     Args:
-        variables: the variables.
         model: it and its layers may keep tensors and numbers in attributes, which a call replaces.
         optimizers: those that may update them.
     """
@@ -96,8 +94,6 @@ class ReplayableStep:
 
     Attributes:
         body: the step, `body(*args) -> outputs`.
-        model: the model.
-        optimizers: the optimizers of the step.
         keeps_undo: whether the step needs its updates at once (it reads its weights after an
             update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
@@ -135,7 +131,6 @@ class ReplayableStep:
         """Run the step once without side effects; return its result.
 
         Args:
-            args: its arguments.
             observe: whether to record layers and operations, which takes several times as long.
             update: whether to run the updates, and to check the resulting weights and slots.
         """
@@ -149,7 +144,6 @@ class ReplayableStep:
         training is not. The result is then that of the latter, without layers.
 
         Args:
-            args: its arguments.
             jit: whether to compile with XLA.
         """
         with self.preserved():
@@ -181,7 +175,6 @@ class ReplayableStep:
         """Run the step inside of a context that records its losses and updates.
 
         Args:
-            args: its arguments.
             immediate: whether the updates run at once.
         """
         with current.replay().intercepted(self.model, self.optimizers, immediate) as seen:
@@ -324,10 +317,8 @@ def first_bad(
     """Return the first bad value of a step without its updates.
 
     Args:
-        losses: the losses.
         gradients: each gradient with the path of its variable.
         statistics: each variable with its value.
-        origins: knows the origins of bad values.
     """
     for loss in losses:
         if not finiteness.is_finite(keras_variables.dense(loss)):

@@ -25,8 +25,6 @@ class Operations:
     """The operations of a backend that the rules need.
 
     Attributes:
-        isfinite: whether a scalar is finite.
-        logical_not: the opposite of a truth value.
         where: `where(condition, one, other)`.
         minimum, maximum: the smaller and the larger one of two scalars.
     """
@@ -69,9 +67,7 @@ def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any 
     """Return whether a step may commit.
 
     Args:
-        ops: the operations of the backend.
         finite: whether every checked array is finite.
-        scales: the loss scales.
         halted: whether the step is refused regardless of its numbers.
     """
     for scale in scales:
@@ -96,8 +92,6 @@ def learned_scale(
     scale of 0, Inf or NaN.
 
     Args:
-        ops: the operations of the backend.
-        loss: the loss of the step.
         gradients: half the sum of squares of its gradients.
         scale: the loss scale before the step.
         counter: number of finite steps since it was last doubled.

@@ -31,7 +31,6 @@ class Mode(NamedTuple):
     """How Keras runs the train step of a model.
 
     Attributes:
-        strategy: the strategy of the model.
         mirrored: whether each of its replicas has a copy of the variables.
         spread_out: whether it is any strategy but the default one.
         steps: number of steps in one execution.
@@ -72,7 +71,6 @@ class _Traced(StateAccess):
         """Run a step; return its outputs and its verdict.
 
         Args:
-            inner: runs the transaction.
             given: its arguments, if the host has them.
         """
 
@@ -225,7 +223,6 @@ class OneStepFunction:
 
     Args:
         step: the train step, `step(data) -> outputs`.
-        eager: whether it runs eagerly.
         model: the model, if the step is Keras' own.
     """
 

@@ -52,7 +52,6 @@ class StepRecord:
 
     Attributes:
         records: the calls of `apply`, in order.
-        losses: the results of `compute_loss`.
         outputs: `(name, tensor)` of the model's outputs that `compute_loss` received.
         boundary: mark of the graph at the first update, or `None`.
     """
@@ -69,7 +68,6 @@ class Intercept(Overrides):
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
-        optimizers: the intercepted optimizers.
         immediate: whether each update runs at once (its effect can be undone) instead of being
             deferred.
     """
@@ -193,7 +191,6 @@ class Accesses:
     (tensorflow/python/framework/auto_control_deps.py). All other inputs count as written.
 
     Args:
-        graph: the graph.
         start: mark of the first operation.
         boundary: mark of the first update; `None` if there is none.
         foreign: keys that are left out: of the variables of another replica, whose body is in the

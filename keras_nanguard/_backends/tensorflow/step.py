@@ -57,7 +57,6 @@ class Transaction(TracedStep):
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        run: the run that it belongs to.
         of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
             `compute_loss` returns the loss.
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.

@@ -58,8 +58,6 @@ class Body:
     """What one run of the body on one replica has done.
 
     Attributes:
-        args: its arguments.
-        outputs: its outputs.
         seen: its losses and updates.
         train_state: the train state after it.
         kept: `(variable, old value)`, by key, of what it may have written and a refusal restores;
@@ -82,14 +80,12 @@ class Measured:
     """What the transaction has computed from one run of the body.
 
     Attributes:
-        body: this run.
         sums: `loss`, `gradients`, `statistics`, and, 0 if the updates are deferred, `weights` and
             `slots` of its `Verdict`: scalars of one dtype. Each is finite if all of its entries
             are, unless it overflows.
         scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
         losses: the summed losses.
         looked_at: `(site, path, tensor)` of everything that a report counts.
-        updates: the updates of this run.
     """
 
     body: Body
@@ -117,9 +113,7 @@ class StepResult(NamedTuple):
     """The result of one step.
 
     Attributes:
-        outputs: its outputs.
         row: the numbers of its verdict, shape `(len(FIELDS),)`.
-        counts: its bad entries.
         bad: scalar bool, whether to report it: refused, and not because it was halted.
         replicas: int64 of shape `(replicas, 3)`: for each whether a number is bad, whether its data
             are, too, and its rows of the batch, -1 if unknown; 0 if all of the sums were finite.
@@ -210,8 +204,6 @@ class ReplicaTrace:
         """Return the body with what it has written; raise `Retrace` if this mode does not suit it.
 
         Args:
-            body: the run of the body.
-            graph: the graph of the step.
             start: mark of the graph at which the body begins.
             foreign: keys of the variables of other replicas.
         """
@@ -317,10 +309,6 @@ class StepTrace(intercept.Intercept):
     """One trace (or one eager run) of a step on all of its replicas; usually there is one.
 
     In this order: `run` inside the context, `inspect`, `measure` of each replica, `decide`.
-
-    Args:
-        transaction: the step.
-        replicas: its replicas.
     """
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
@@ -381,8 +369,6 @@ class StepTrace(intercept.Intercept):
         """Compute one verdict, and let each replica commit or refuse.
 
         Args:
-            outputs: what the step returns.
-            measured: what each replica has computed.
             halted: scalar bool, whether it is refused regardless of its numbers.
             number: the number of the step, a scalar int64.
         """

@@ -49,8 +49,6 @@ class Updates:
     """The updates of one run of the body.
 
     Args:
-        records: the calls of `apply`.
-        optimizers: the optimizers of the step.
         adapted: whether updates are ordered and fused, and keep the bits of Keras' own; not if XLA
             compiles the step, and not in eager execution.
     """

@@ -35,11 +35,7 @@ class StepRun:
     verdict is computed at the end of the body.
 
     Args:
-        step: the facts about the step.
-        parts: the train state.
         learned: what earlier steps have shown.
-        intercept: records the calls of optimizers and loss.
-        args: the arguments of the body.
 
     Attributes:
         is_compiled: whether the body is compiled, so that its writes are not recorded.

@@ -36,9 +36,6 @@ class FoundGradients:
     Args:
         holders: the tensors that may have gradients.
         is_read: whether to read them. What a step finds stays alive until its end.
-
-    Attributes:
-        tensors: the gradients.
     """
 
     def __init__(self, holders: Sequence[Any], is_read: bool):

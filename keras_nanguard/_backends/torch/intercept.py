@@ -40,7 +40,6 @@ class Intercept:
 
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
-        optimizers: the intercepted optimizers.
         body: a step to compile, as Keras does with `jit_compile=True`; `None` if it runs eagerly.
         roots: whether to note the losses of an eager step that does not call `compute_loss`.
 

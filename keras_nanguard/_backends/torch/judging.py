@@ -34,12 +34,9 @@ class Observed:
     """What a body has done until it is judged.
 
     Attributes:
-        intercept: the calls of optimizers and loss.
         log: what it has written.
         found: the gradients that it has found, and perhaps added to.
-        losses: its losses.
         raised: whether it has ended in an exception about a bad number.
-        updated: whether an update has run.
         leaves_gradients: whether it has computed gradients, and leaves them for a later step.
     """
 
@@ -109,8 +106,6 @@ class Judged:
     """The verdict on one step, and what decided it.
 
     Attributes:
-        observed: what was judged.
-        ruling: what happens to the step.
         keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
@@ -147,12 +142,6 @@ class Judged:
 def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here. Tells the agreement whether any process has news.
-
-    Args:
-        observed: what its body has done.
-        parts: the train state.
-        learned: what earlier steps have shown.
-        agreement: the agreement of processes that train together.
     """
     gradients = observed.gradients(parts)
     written = {"statistics": observed.statistics(parts, learned.tolerated), **observed.state(parts)}

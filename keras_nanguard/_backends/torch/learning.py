@@ -25,12 +25,7 @@ class Lesson:
     """What one step shows. Created before it runs.
 
     Args:
-        step: the facts about the step.
-        parts: the train state.
         before: what earlier steps have shown.
-        log: the undo log of the step.
-        is_compiled: whether the body is compiled.
-        found: the gradients that the step finds.
     """
 
     def __init__(
@@ -69,8 +64,6 @@ class Lesson:
         """Return what this step and those before it have shown, at its end.
 
         Args:
-            judged: the verdict.
-            updates: the updates that have run.
             is_continued: whether `Watch` has shown that the body continues.
         """
         before, losses = self._before, judged.observed.intercept.noted

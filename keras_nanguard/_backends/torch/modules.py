@@ -72,11 +72,7 @@ def replaceable_buffers(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 class TorchModule:
-    """A module as a model: its parameters are weights, its buffers are statistics.
-
-    Attributes:
-        of: the module.
-    """
+    """A module as a model: its parameters are weights, its buffers are statistics."""
 
     def __init__(self, module: Any):
         self.of, self.name = module, type(module).__name__
@@ -136,7 +132,6 @@ class TorchOptimizer:
     """Adapts a `torch.optim.Optimizer` to the interface of a Keras optimizer.
 
     Attributes:
-        of: the optimizer.
         epsilon, momentum: those that it was created with.
         global_clipnorm: norm at which gradients are clipped before each update, or `None`.
     """

@@ -90,7 +90,6 @@ class Parts:
     """A train state, and the tensors in it by role.
 
     Args:
-        train_state: the train state.
         model: its model, whose modules have buffers.
 
     Attributes:

@@ -81,7 +81,6 @@ class Transaction(StepFacts):
 
     Args:
         body: the step, `body(*args) -> outputs`.
-        run: the facts of the run.
         of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
             `compute_loss` returns the loss.
         stock: whether the body is Keras' own train step, in which nothing can fail after the
@@ -92,7 +91,6 @@ class Transaction(StepFacts):
     Attributes:
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
-        verdict: the verdict of the last step.
     """
 
     learned: Learned

@@ -40,7 +40,6 @@ class Kept:
     """A tensor as it was before the step.
 
     Attributes:
-        tensor: the tensor.
         value, version: its value and version when it was kept.
         is_counted: whether torch counts every write of it.
         writer: the variable through which Keras wrote it, `None` if it did not.

@@ -20,17 +20,12 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class Update:
     """One call of an update.
 
-    Args:
-        optimizer: the optimizer.
-        call: runs the update.
-
     Attributes:
         pairs: each gradient with the variable that the update will write; it has a `path`.
         evaluates: whether it evaluates the loss itself, so that its gradients are known only after
             it.
         has_trials: whether it has evaluated the loss more than once, as a line search does.
         has_hooks: whether it calls the user's code, which may write other tensors.
-        result: what the update has returned.
     """
 
     evaluates = has_trials = has_hooks = False
