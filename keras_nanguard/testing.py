@@ -3,16 +3,7 @@
 Inject the same fault into a stock Keras model to show its effect, and into a guarded one to show
 that it has none. It works in graph mode, eagerly, under XLA, inside `steps_per_execution` and with
 mixed precision, because it wraps the whole train step, counts the steps itself, and requires
-nothing of the model:
-
-```python
-from keras_nanguard.testing import inject
-
-with inject(model, site="gradients", kind="inf", step=3):
-    model.fit(x, y, callbacks=[NanGuard()])
-```
-
-The backend-specific part is in `_backends/BACKEND/faults.py`.
+nothing of the model. The backend-specific part is in `_backends/BACKEND/faults.py`.
 """
 
 from __future__ import annotations
@@ -58,15 +49,8 @@ class Fault:
     """A fault: its kind, its place and its steps.
 
     Attributes:
-        site: one of `SITES`.
-        kind: one of `KINDS`.
+        site, kind, path, rows, entries, magnitude: as for `inject`.
         steps: the train steps at which it is injected, in order, from 0.
-        path: glob that matches the Keras path of the variable, consecutive parts of it, or the path
-            in the batch (`0`, `0/name`).
-        rows: rows of the batch, for inputs and targets; `None` for all.
-        entries: number of entries of each tensor, or of each row of a batch, from the first one on;
-            `None` for all.
-        magnitude: factor of a spike.
     """
 
     site: FaultSite
@@ -229,21 +213,10 @@ def corrupt(
 
     Args:
         variable: a `keras.Variable` of any float dtype.
-        kind: as for `inject`.
-        entries: number of entries, from the first one on; `None` for all.
-        magnitude: factor of a spike.
+        kind, entries, magnitude: as for `inject`.
 
     Raises:
         GuardError: for an invalid argument, or a variable that cannot represent the fault.
-
-    Example:
-
-    ```python
-    class Faulty(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 3:
-                corrupt(self.model.layers[0].kernel, "inf")
-    ```
     """
     require_one_of("kind", kind, KINDS)
     _require("magnitude", magnitude, Real, "a number", "Write magnitude=1e6.")
@@ -254,7 +227,7 @@ def corrupt(
         received = f"variable={getattr(variable, 'path', variable)!r} of dtype {dtype}"
         remedy = "Choose a weight, statistic or slot."
         raise GuardError(expected("a keras.Variable of a float dtype", received, remedy))
-    array = keras_variables.read(variable)
+    array = np.array(keras_variables.view(variable), order="C")  # PyTorch may store it by columns
     flat = array.reshape(-1)
     fault = Fault("weights", kind, (), entries=entries, magnitude=magnitude)
     value = fault.value(array.dtype)

@@ -212,6 +212,15 @@ def test_corrupt(kind, dtype):
     np.testing.assert_array_equal(flat[2:], 0.5)
 
 
+def test_corrupt_a_variable_that_is_stored_by_columns():
+    """As the recurrent kernel of a layer is on PyTorch."""
+    layer = keras.layers.SimpleRNN(3)
+    layer.build((None, 4, 2))
+    corrupt(layer.cell.recurrent_kernel, entries=4)
+    found = np.isnan(keras.ops.convert_to_numpy(layer.cell.recurrent_kernel))
+    assert found.ravel().tolist() == [True] * 4 + [False] * 5
+
+
 @pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
 def test_corrupt_refuses(bad):
     """A variable that cannot hold the fault is reported."""
