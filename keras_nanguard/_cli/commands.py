@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._cli import output
@@ -62,7 +61,7 @@ def scan(given: argparse.Namespace) -> int:
                     path, limit=given.limit, statistics_limit=given.statistics_limit, progress=done
                 )
         except NanGuardError as error:
-            output.print_error(error, given.words)
+            output.print_error(error)
             codes.add(output.MISUSE)
             continue
         codes.add(output.show(report, given.json))
@@ -96,9 +95,7 @@ def repair(given: argparse.Namespace) -> int:
     names = (*CHOICES, "source", "only", "in_place", "dry_run", "overwrite")
     names += ("limit", "statistics_limit")
     options: dict[str, Any] = {name: getattr(given, name) for name in names}
-    report = repair_file(given.path, given.output, **options)
-    changes = (replace(c, detail=output.in_options(c.detail, given.words)) for c in report.changes)
-    return output.show(replace(report, changes=tuple(changes)), given.json)
+    return output.show(repair_file(given.path, given.output, **options), given.json)
 
 
 @command(
@@ -363,8 +360,7 @@ def watch(given: argparse.Namespace) -> int:
 
 @command()
 def demo(given: argparse.Namespace) -> int:
-    """Train a small network on data with five corrupted images, with and without the guard, and on
-    clean data."""
+    """Train a small network on data with five corrupted images, with and without the guard."""
     from keras_nanguard._cli.demo import run
 
     return run()

@@ -1,13 +1,11 @@
-"""What commands print: reports, and errors in which `overwrite=True` is `--overwrite`."""
+"""What commands print: reports and errors."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -16,43 +14,10 @@ from keras_nanguard._core.plain_values import one_line, plain
 CLEAN, FOUND, MISUSE = 0, 1, 2
 """The exit codes."""
 
-_VALUE = r"=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;()]*[^\s,;().])"
 
-
-def option_words(command: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the options of a command by the names of the Python arguments; `""` for positional
-    arguments."""
-    named = [action for action in command._actions if action.dest not in ("help", "mode")]
-    options = {action.dest: action.option_strings[-1] for action in named if action.option_strings}
-    return {"path": "", **options}
-
-
-def in_options(text: str, options: Mapping[str, str]) -> str:
-    """Return a message with each `argument=value` replaced by the option and its value.
-
-    Args:
-        text: the message.
-        options: the options, from `option_words`.
-    """
-    if not options:
-        return text
-
-    def option_of(match: re.Match[str]) -> str:
-        option, value = options[match[1]], match[2]
-        if value == "True":
-            return option
-        if value == "None":
-            return f"no {option}"
-        plain = value.strip("'\"") if re.fullmatch(r"'[\w.*-]+'", value) else value
-        return f"{option} {plain}" if option else value
-
-    names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    return re.sub(rf"(?<![\w-])({names}){_VALUE}", option_of, text)
-
-
-def print_error(error: Exception, words: Mapping[str, str]) -> None:
-    """Print an error in one line, with command line options instead of Python arguments."""
-    say(f"keras-nanguard: {in_options(one_line(error), words)}", sys.stderr)
+def print_error(error: Exception) -> None:
+    """Print an error in one line."""
+    say(f"keras-nanguard: {one_line(error)}", sys.stderr)
 
 
 def say(text: object, stream: TextIO | None = None) -> None:

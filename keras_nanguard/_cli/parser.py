@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._cli.commands import COMMANDS
-from keras_nanguard._cli.output import MISUSE, flush, option_words, print_error
+from keras_nanguard._cli.output import MISUSE, flush, print_error
 from keras_nanguard._core.errors import NanGuardError, no_backend
 from keras_nanguard._version import __version__
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 clean, 1 found, 2 misuse. Errors are printed to stderr in one sentence.
     """
-    given = argparse.Namespace(words={}, output=None)
+    given = argparse.Namespace(output=None)
     _prepare_output()
     root = parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions
@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         argcomplete.autocomplete(root)
     try:
         root.parse_args(arguments, given)
-        given.words = option_words(given.command)
         return int(given.run(given))
     except SystemExit as leaving:  # argparse exits like this, after --help (0) and on misuse (2)
         return leaving.code if isinstance(leaving.code, int) else MISUSE
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if sys.flags.dev_mode:  # python -X dev
             raise
-        print_error(_explained(error, given.output), given.words)
+        print_error(_explained(error, given.output))
         return MISUSE
     finally:
         for stream in (sys.stdout, sys.stderr):  # a library may have printed, too
@@ -98,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         text = " ".join((command.run.__doc__ or "").partition("\n\n")[0].split())
         summary = f"{text[0].lower()}{text[1:]}".rstrip(".")
         own = commands.add_parser(name, help=summary, description=text, **common)
-        own.set_defaults(run=command.run, command=own)
+        own.set_defaults(run=command.run)
         for add in command.arguments:
             add(own)
     return root

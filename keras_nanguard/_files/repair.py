@@ -166,7 +166,7 @@ def checked_output(
     """
     if in_place and output is not None:
         received = f"both, output={output!r}"
-        raise GuardError(expected("either in_place=True or an output", received, "Drop one."))
+        raise GuardError(expected("either a repair in place or an output", received, "Drop one."))
     whole = os.path.abspath(path)
     if in_place:
         return whole
@@ -177,9 +177,9 @@ def checked_output(
     exists, is_file = os.path.exists(final), os.path.isfile(final)
     folder, same = os.path.dirname(final), os.path.realpath(final) == os.path.realpath(path)
     for wrong, what, remedy in (
-        (same, "another output", "Pass in_place=True to replace the file."),
+        (same, "another output", "Name another one, or repair the file in place."),
         (exists and not is_file, "an output that is a file", "Name another one."),
-        (exists and not overwrite, "an output that does not exist", "Pass overwrite=True."),
+        (exists and not overwrite, "a new output", "It exists: name another one, or overwrite it."),
         (not os.path.isdir(folder), "an existing folder", f"Create the folder {folder} first."),
         (not final.endswith(wanted), f"an output that ends in {wanted}", "Name another one."),
     ):

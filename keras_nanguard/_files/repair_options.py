@@ -42,13 +42,12 @@ class RepairOptions:
         return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
 
     def remedy(self, role: str) -> str:
-        """Return which arguments replace the bad values of a role, `""` if none do."""
+        """Return which methods replace the bad values of a role, `""` if none do."""
         if role not in _FIELDS:
             return ""
         field = _FIELDS[role]
-        methods = [method for method in CHOICES[field] if method not in ("keep", "source")]
-        choices = " or ".join(f"{field}={method!r}" for method in methods)
-        return f"choose {choices}, or name a source"
+        methods = " or ".join(one for one in CHOICES[field] if one not in ("keep", "source"))
+        return f"choose {methods} for the {field}, or name a source"
 
     def selects(self, *names: str) -> bool:
         """Return whether a variable with these names (path, location, layer) is to be repaired."""

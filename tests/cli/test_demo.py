@@ -1,6 +1,7 @@
 """The demonstration shows the benefit of the guard, and fails if there is none."""
 
 import os
+import re
 
 import pytest
 
@@ -13,27 +14,20 @@ SLOW = pytest.mark.slow if os.environ["KERAS_BACKEND"] == "torch" else ()
 
 
 @pytest.mark.parametrize("epochs", [pytest.param(2, marks=SLOW)])
-def test_the_guarded_run_wins(capsys, epochs):
-    """Stock Keras predicts NaN, the guarded run as one without broken images; a line per kind."""
+def test_the_guarded_network_is_good(capsys, epochs):
+    """With stock Keras every prediction is NaN; with the guard none is. A line per kind."""
     assert demo.run(epochs) == 0
     reported = capsys.readouterr().out
-    rows = {
-        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:5]]
-        for line in reported.splitlines()
-        if "│" in line
-    }
-    stock, guarded, clean = (float(cell) for cell in rows["test accuracy"])
-    assert stock == 0.0 and min(guarded, clean) >= 0.9
-    assert rows["predictions that are NaN"] == ["357 of 357", "0 of 357", "0 of 357"]
+    found = re.findall(r"(.+): test accuracy ([\d.]+)%, (\d+) NaN and Inf in the model", reported)
+    (stock, accuracy, bad), (guarded, better, none) = found
+    assert (stock, float(accuracy), guarded, none) == ("stock Keras", 0.0, "NanGuard()", "0")
+    assert int(bad) > 0 and float(better) >= 90.0
     table = reported.split("NanGuard() reported:\n")[1].splitlines()
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
-    kinds = {trouble.split()[0]: int(times) for times, trouble in cells if times.isdigit()}
-    assert set(kinds) == {"input_nonfinite", "float16_overflow"}
-    assert sum(kinds.values()) == int(rows["batches refused"][1].split()[0])
+    assert {trouble.split()[0] for times, trouble in cells if times.isdigit()} == {"input_nonfinite", "float16_overflow"}
 
 
-def test_a_guard_without_benefit_fails(monkeypatch, capsys):
-    result = {demo.ACCURACY: 0.1, demo.LOSS: 0.1, demo.BAD: 0, "predictions that are NaN": "0 of 357"}
+@pytest.mark.parametrize("result", [(0.95, 1), (0.1, 0)])
+def test_a_guard_without_benefit_fails(monkeypatch, result):
     monkeypatch.setattr(demo, "train", lambda *args: result)
     assert demo.run(1) == 1
-    assert "did not win" in capsys.readouterr().out
