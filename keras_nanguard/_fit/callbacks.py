@@ -224,7 +224,8 @@ class Firewall:
     def _shielded(self, callback: Any, name: str) -> Callable[..., Any]:
         """Return a method of a callback that compares, without values that it may not use.
 
-        They receive it, and a comparison that is never true: it counts as no improvement.
+        They receive it, and a comparison that is never true: it counts as no improvement. If no
+        step has measured it, they do not wait for one either.
         """
         real = getattr(callback, name)
         first: int | None = None
@@ -242,6 +243,8 @@ class Firewall:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
+                if key in unmeasured and hasattr(callback, "wait"):
+                    changed.set(callback, "wait", callback.wait - 1)
                 real(number, logs)
             if number == first and hasattr(callback, "wait"):
                 callback.wait = 0  # as in Keras, which begins to wait after the first value

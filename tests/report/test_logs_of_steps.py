@@ -204,7 +204,7 @@ def comparing(monitor, mode, folder):
     every = {"save_best_only": True, "save_weights_only": True, "verbose": 1}
     return {
         "stop": keras.callbacks.EarlyStopping(monitor, mode=mode, patience=3, restore_best_weights=True),
-        "plateau": keras.callbacks.ReduceLROnPlateau(monitor, mode=mode, patience=2, factor=0.5),
+        "plateau": keras.callbacks.ReduceLROnPlateau(monitor, mode=mode, patience=1, factor=0.5),
         "save": keras.callbacks.ModelCheckpoint(path, monitor, mode=mode, **every),
         "save within": keras.callbacks.ModelCheckpoint(folder / "within.weights.h5", monitor, mode=mode, save_freq=3, **every),
     }
@@ -228,6 +228,14 @@ def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
         np.testing.assert_array_equal(one, other)
     saved = [sorted(p.name for p in (tmp_path / who).iterdir()) for who in ("stock", "guarded")]
     assert not any(name.startswith(f"{monitor}-1-") for name in saved[1]) and len(saved[0]) == len(saved[1]) > 1
+
+
+def test_patience_does_not_shrink_without_measurements():
+    """In the two epochs before the first committed step nothing could improve."""
+    waiting = keras.callbacks.EarlyStopping("mae", patience=1)
+    lowering = keras.callbacks.ReduceLROnPlateau("mae", patience=1)
+    history, _ = trained((0, 1), NanGuard(verbose=0, diagnose=False), waiting, lowering)
+    assert len(history["mae"]) == 4 and len(set(history["learning_rate"][:3])) == 1
 
 
 def test_logs_without_measurements(tmp_path, capsys):
