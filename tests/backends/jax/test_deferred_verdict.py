@@ -51,8 +51,8 @@ def test_no_step_waits(order):
     guard = NanGuard(verbose=0, snapshot={"every": 8, "verify_after": 3})
     zoo.run(zoo.plain, zoo.regression(), guard=guard)
     assert [n for what, n in order if what == "read"] == list(range(2 * BATCHES))
-    ends, kept, proven, monitored, layers = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}, {1}
-    assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored | layers
+    ends, kept, proven, monitored = {0, 11, 12, 23}, {7, 15}, {10, 18}, {9, 19}
+    assert set(range(2 * BATCHES)) - set(ahead(order)) == ends | kept | proven | monitored
     assert guard.session.run.access.transaction._program._cache_size() <= 1, "steps are compiled once"
 
 
