@@ -237,7 +237,6 @@ def check_policy(given: argparse.Namespace) -> int:
         xla="compile the step with XLA",
     ),
     argument("--dtype", None, "compute everything in this dtype", choices=("float32",)),
-    argument("--device", "NAME", "device to run on, such as CPU:0"),
     JSON,
 )
 def replay(given: argparse.Namespace) -> int:
@@ -252,7 +251,6 @@ def replay(given: argparse.Namespace) -> int:
         given.model,
         mode=given.mode,
         dtype=given.dtype,
-        device=given.device,
         custom_objects=_custom_objects(given.custom_objects),
     )
     return output.show(found, given.json)

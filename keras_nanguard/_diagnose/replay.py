@@ -1,4 +1,4 @@
-"""`replay`: runs the bad step of a bundle again, in a chosen mode, dtype and on a chosen device."""
+"""`replay`: runs the bad step of a bundle again, in a chosen mode and dtype."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def replay(
     *,
     mode: str = "eager",
     dtype: str | None = None,
-    device: str | None = None,
     custom_objects: Mapping[str, Any] | None = None,
 ) -> ReplayReport:
     """Run the bad step of a bundle again, and diagnose it.
@@ -96,7 +95,6 @@ def replay(
         mode: `"eager"`, `"graph"` or `"xla"`. On JAX `"graph"` is XLA, too. PyTorch has only
             `"eager"`.
         dtype: `"float32"` to compute everything in float32; `None`: unchanged.
-        device: device name of the backend (`"CPU:0"`, `"GPU:0"`); `None`: the backend's default.
         custom_objects: custom classes and functions of the model by name, as for
             `keras.saving.load_model`; not needed for those that are registered with Keras.
 
@@ -110,8 +108,6 @@ def replay(
     _check(mode, dtype)
     found = read(bundle)
     with contextlib.ExitStack() as stack:
-        if device is not None:
-            stack.enter_context(keras.device(device))
         model = _model(found, model, custom_objects)
         step = _prepared(found, model)
         batch = tensors(found.batch)

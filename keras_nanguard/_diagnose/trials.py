@@ -348,8 +348,6 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
         return
     blamed = _blamed(case.run, e.batch.count)
     yield blamed
-    if 0 < len(blamed) < e.batch.count and e.replay.result == "bad":
-        yield _with_others(case, blamed)
     yield distinct(part.rows for part in (*e.batch.inputs_bad, *e.batch.targets_bad))
     yield e.outliers((*e.batch.inputs, *e.batch.targets))
     mixed = e.first in ("loss", "statistics", "gradients")
@@ -370,15 +368,6 @@ def _blamed(run: ReplayResult, count: int) -> tuple[int, ...]:
         if found := bad_rows(np.asarray(values), count)[0]:
             return found
     return ()
-
-
-def _with_others(case: Case, blamed: tuple[int, ...]) -> tuple[int, ...]:
-    """Return these rows, and those that are still bad, for another reason, without them."""
-    kept = [row for row in range(case.evidence.batch.count) if row not in blamed]
-    rest = batches.without(case.batch, blamed)
-    found = _blamed(case.step.run(rest, observe=True), batches.row_count(rest))
-    more = {kept[row % len(kept)] for row in found}
-    return (*blamed, *sorted(more)) if more else ()
 
 
 def _bisected(case: Case) -> tuple[int, ...]:
