@@ -32,6 +32,38 @@ def nan_row_several_steps_at_once(bad: bool) -> Case:
     return _nan_row(bad)
 
 
+class Sharpness(keras.Model):
+    """A model that moves its weights, computes a second gradient there, and moves them back."""
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, weights)
+        for weight, gradient in zip(weights, gradients):
+            weight.assign_add(0.01 * gradient)
+        with tf.GradientTape() as tape:
+            second = self.compute_loss(x, y, self(x, training=True))
+        there = tape.gradient(second, weights)
+        for weight, gradient in zip(weights, gradients):
+            weight.assign_sub(0.01 * gradient)
+        self.optimizer.apply_gradients(zip(there, weights))
+        return {"loss": loss}
+
+
+@tensorflow_alone("its train step is written with tf.GradientTape")
+def bad_row_in_a_step_that_writes_its_weights(bad: bool) -> Case:
+    inputs = keras.Input((4,))
+    h = layers.Lambda(lambda t: ops.sqrt(ops.abs(t) + 0.1) if not bad else ops.sqrt(t + 9.0), name="root")(inputs)
+    model = Sharpness(inputs, layers.Dense(1)(h))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data()
+    if bad:
+        x[50, 1] = -10.0
+    return Case(model, x, y, ("forward_domain",), "root", (2,), 6)
+
+
 @tensorflow_alone("its train step is written with tf.GradientTape")
 def bad_target_in_a_step_of_ones_own(bad: bool) -> Case:
     class Mine(keras.Model):

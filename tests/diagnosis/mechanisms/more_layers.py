@@ -36,6 +36,14 @@ def nan_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
     return Case(convnet(), x, y, ("input_nonfinite",), "inputs", (3,), 3)
 
 
+@program
+def overflowing_row_where_batchnorm_mixes_rows(bad: bool) -> Case:
+    x, y = images()
+    if bad:
+        x[27] *= 1e30
+    return Case(convnet(), x, y, ("input_scale", "forward_domain"), "", (3,), 3)
+
+
 @not_on("tensorflow", reason="TensorFlow pools a row of NaN to -3.4e38, so its step is finite")
 def nan_row_that_max_pooling_swallows(bad: bool) -> Case:
     model = stack(
