@@ -50,9 +50,7 @@ def write(run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> s
 
     Args:
         run: the run, whose state is the one before the step.
-        incident: the incident with its diagnosis.
         batch: the arguments of the step.
-        evidence: the evidence of the diagnosis.
     """
     folder = Path(run.directory or "") / BUNDLES
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,6 @@ def standardized(role: str, value: Any, ids: bool = True) -> Any:
     large, no sparse or ragged ones.
 
     Args:
-        role: the role of the array in the batch.
-        value: the array.
         ids: whether integers in the inputs are ids, which are not scaled.
     """
     if keras_arrays.is_sparse(value) or hasattr(value, "nested_row_splits"):

@@ -72,7 +72,6 @@ class LossTargets(NamedTuple):
 
     Attributes:
         output: name of the output, `""` if it has none.
-        loss: the loss.
         part: the targets in the batch, `None` if unknown.
         shape: shape of the output, with the rows; `()` if unknown.
     """
@@ -92,7 +91,6 @@ def targets_by_loss(
     name, and only without names by place.
 
     Args:
-        model: the model.
         batch: the arguments of the step; `None` if unknown.
         outputs: path and shape of each output.
     """

@@ -66,7 +66,6 @@ class TargetFault:
     Attributes:
         loss: name of the loss.
         output: name of the output, `""` if there is only one.
-        rows: rows of the batch.
         words: what is wrong, as a clause: `"class index 12 with 10 classes"`.
         proof: why they are the reason for the failure, as a sentence; `""` if that is not known.
     """
@@ -88,7 +87,6 @@ class OptimizerFacts:
         epsilon: as configured, `None` if it has none.
         epsilon_in_dtype: its value after rounding to the dtype of the weights.
         dtype: lowest dtype of the weights.
-        clips: whether it clips gradients.
         scaled: whether a `LossScaleOptimizer` wraps it.
         scheduled: whether its learning rate comes from a schedule.
         settings: name and value of each other hyperparameter that is in use, by Keras' names.
@@ -125,7 +123,6 @@ class ReplayFacts:
 
     Attributes:
         result: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
-        error: the exception of a failed replay.
         same_mode: result of a replay in the mode of the step.
         origin: the operation that produced the first bad value, `NOWHERE` if unknown.
         loss_parts: name and value of each part of the loss.
@@ -146,11 +143,7 @@ class BatchFacts:
 
     Attributes:
         count: number of its rows.
-        inputs_bad: bad arrays among the inputs.
         targets_bad: bad arrays among targets and sample weights.
-        inputs: spreads of the inputs.
-        targets: spreads of the targets.
-        target_fault: targets that the loss does not accept.
     """
 
     count: int = 0
@@ -166,11 +159,9 @@ class TrialFacts:
     """The results of replays with one change, `"finite"`, `"bad"`, or `""` if there was none.
 
     Attributes:
-        float32: in float32.
         unscaled: with a loss scale of 1.
         rescaled: with inputs and targets scaled to unit magnitude.
         at_start: with the initial state in place of the current one.
-        without_rows: without `rows`.
         rows: rows to blame.
         inference: whether outputs in inference mode are finite.
         training: the same in training mode, if both were measured.
@@ -192,13 +183,11 @@ class RunFacts:
 
     Attributes:
         growth: the history before the step.
-        optimizers: the optimizers.
         gradient_norm: global gradient norm of the step, NaN if unknown.
         written: whether the update cannot have produced the bad weights or slots, because all of
             its numbers are moderate, or because they were finite after the step before.
         constraint: class of the constraint of the bad weight, which is applied after its update;
             `""` if it has none.
-        loss_scale: the loss scale, `None` if there is none.
         low_precision: lowest float dtype that a layer computes in.
     """
 
@@ -216,8 +205,6 @@ class Evidence:
     """Everything that was measured about one incident; what was not measured is `None` or empty.
 
     Attributes:
-        step: number of the step.
-        refused: whether it was refused.
         findings: the findings of the incident, in causal order.
         state: paths of variables that were bad before the step, with their roles.
         state_fresh: whether they were bad before training began.
@@ -225,7 +212,6 @@ class Evidence:
         first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
             `"slots"`; without a replay that in the state of a committed step.
         first_path: path of the variable there, if any.
-        replay, batch, trials, run: see these.
         notes: further observations, as sentences.
     """
 

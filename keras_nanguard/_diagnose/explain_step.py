@@ -59,7 +59,6 @@ class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
-        run: the run.
         says: whether to print a line if a bundle cannot be written.
     """
 
@@ -97,11 +96,6 @@ class Explainer:
     ) -> str | None:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
         was written.
-
-        Args:
-            incident: the incident with its diagnosis.
-            report: the report with its batch.
-            evidence: the evidence of its diagnosis.
         """
         batch = None if report is None else report.batch
         wanted = self.run.directory is not None and incident.refused
@@ -123,7 +117,6 @@ class Explainer:
         no rollback can cure it. Never raises.
 
         Args:
-            report: the report with its batch.
             update: whether a bad update counts, and not only bad gradients.
         """
         run = self.run

@@ -53,9 +53,7 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
     """Return the evidence that an incident and the configuration of its model already have.
 
     Args:
-        model: the model.
         train_state: its state, before a refused step or after a committed one.
-        incident: the incident.
     """
     findings, state, site = incident.findings, bad_before(incident), committed_site(incident)
     # A state that is bad before a refused step may be due to the rate of the step before.
@@ -103,8 +101,6 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
     """Return the history of loss, gradient norm and weights before a step.
 
     Args:
-        history: the measurements of the last steps.
-        step: the step.
         own: loss and gradient norm of the step itself, as far as they are finite.
         weights: the trainable weights, with their current values.
     """

@@ -44,8 +44,6 @@ def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
     a numeric domain.
 
     Args:
-        model: the model whose step raised it.
-        message: the message of the exception.
         batch: the arguments of the step, if they are known.
     """
     if found := CLASS.search(message):
@@ -69,7 +67,6 @@ def _class_index(
     sparse, or the only one.
 
     Args:
-        model: the model.
         batch: the arguments of the step, if they are known.
         index: the class index, if the message has it.
         labels: the targets that the message lists, for a batch that is not known.

@@ -46,10 +46,7 @@ class ReplayReport:
     """The result of a replay.
 
     Attributes:
-        incident: the incident of the bundle.
-        mode: the mode in which the step was run.
         result: `"bad"`, `"finite"` or `"failed"`.
-        diagnosis: the diagnosis of the replay.
         layers: a row for each layer call.
     """
 

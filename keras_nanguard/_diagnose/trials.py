@@ -53,8 +53,6 @@ class Case:
 
     Attributes:
         step: the step, on the state before it.
-        batch: its arguments.
-        evidence: what is known.
         start: the state before the first step, `None` if it is not known.
         run: the replay that the evidence describes.
     """
@@ -275,7 +273,6 @@ def is_bad_at_start(case: Case, update: bool) -> bool:
     """Return whether the step is bad from the initial state as well.
 
     Args:
-        case: the case.
         update: whether a bad update counts, and not only bad gradients.
     """
     if case.start is None or _obstacle(case.step):

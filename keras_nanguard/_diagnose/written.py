@@ -68,7 +68,6 @@ def must_stay_finite(
     given numbers of this size.
 
     Args:
-        optimizers: the optimizers.
         facts: their hyperparameters, in the same order.
         arrays: weights and slots; entries that are not finite, or beyond what the terms can be,
             are ignored.

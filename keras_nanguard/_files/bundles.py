@@ -45,8 +45,6 @@ class Bundle:
     """The content of a bundle.
 
     Attributes:
-        path: its folder.
-        incident: the incident.
         about: the content of `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
@@ -121,7 +119,6 @@ def batch_arrays(folder: Path, max_bytes: int) -> list[tuple[str, Array]]:
     """Return the arrays of the step with their paths in a diagnosis, without omitted ones.
 
     Args:
-        folder: the bundle.
         max_bytes: maximum size of all arrays together.
 
     Raises:

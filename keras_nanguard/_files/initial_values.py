@@ -79,9 +79,7 @@ def initial_value(
 
     Args:
         name: name of the variable within its layer.
-        shape: shape of the variable.
         settings: the layer's configuration, empty if there is none.
-        draw: random number generator.
 
     Raises:
         NotRepaired: if they do not follow from the file.

@@ -52,7 +52,6 @@ def run_in_subprocess(
 
     Args:
         task: a key of `keras_nanguard._files.worker.TASKS`.
-        path: the file.
         progress: called with the progress that the worker reports.
         details: further arguments of the task, plain JSON values.
 

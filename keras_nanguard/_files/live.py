@@ -30,7 +30,6 @@ class LiveArray(ModelArray):
     """The value of one variable of a live model.
 
     Attributes:
-        variable: the variable.
         owner: the layer or optimizer that owns it.
     """
 
@@ -52,9 +51,6 @@ def live_contents(model: Any) -> Contents:
 def live_arrays(model: Any) -> list[LiveArray]:
     """Return every variable of a model once: layers in the order of the model, then optimizers,
     then metrics.
-
-    Args:
-        model: a built Keras model or layer.
 
     Returns:
         The variables, nested models included, and the states of stateful recurrent layers.

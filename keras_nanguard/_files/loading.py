@@ -126,9 +126,7 @@ def save_model(model: Any, path: str, final: str) -> None:
     """Save a model atomically, with the permissions of the file that it was loaded from.
 
     Args:
-        model: the model.
         path: the file that it was loaded from.
-        final: path of the new file.
     """
     with atomic_files.beside(Path(os.path.realpath(final))) as unfinished:
         model.save(unfinished)

@@ -52,15 +52,10 @@ class ArrayStats:
 
     Attributes:
         size: number of values (a complex value counts as two).
-        nan: number of NaN.
-        posinf: number of +Inf.
-        neginf: number of -Inf.
         zeros: number of exact zeros, of either sign.
         beyond_float16: number of finite values above 65504 in magnitude.
         beyond_limit: number of finite values above the given limit in magnitude; 0 if no limit was
             given.
-        min: smallest finite value, or `None` if there is none.
-        max: largest finite value, or `None` if there is none.
         mean: mean of the finite values (summed pairwise in at least float32), or `None` if there is
             none.
     """
@@ -99,7 +94,6 @@ class Problem:
     Attributes:
         code: a key of `PROBLEMS`.
         severity: one of `SEVERITIES`.
-        detail: the problem in words.
         count: number of affected values.
     """
 

@@ -164,8 +164,6 @@ def bad_values(values: NDArray[Any], who: Identity, options: RepairOptions) -> N
 
     Args:
         values: the variable, of any float or complex dtype.
-        who: its names and role.
-        options: the limits.
 
     Returns:
         Mask of the shape of `values`: non-finite, beyond a limit, a negative variance or

@@ -29,7 +29,6 @@ class ScannedVariable:
         role: one of `"weight"`, `"statistics"`, `"slot"`, `"other"`.
         location: Keras path of the variable, or its location in the file.
         dtype: name of its dtype.
-        shape: its shape.
         statistics: its statistics, or `None` if its dtype is not a float dtype or it could not be
             read.
         problems: its problems, worst first.
@@ -206,7 +205,6 @@ class Change:
     """The repair of one variable, done or planned.
 
     Attributes:
-        path: path of the variable.
         location: Keras path of the variable, or its location in the file.
         method: `"initial"`, `"zeros"`, `"ones"`, `"source"`, `"reset"` or `"keep"`.
         status: `"done"` or `"skipped"`, as in an `Outcome`.
@@ -231,8 +229,6 @@ class RepairReport(TableReport):
         output: path of the new file, or `None` if no file was written.
         backup: path of the backup of the old file, if it was replaced.
         dry_run: whether nothing was changed.
-        changes: one entry for each bad variable.
-        before: the scan before.
         after: the scan after, or `None` if nothing was changed.
     """
 
@@ -323,8 +319,6 @@ class RecalibrateReport:
     """The result of `recalibrate`.
 
     Attributes:
-        model: name of the model.
-        batches: number of batches.
         layers: the layers, in the order of the model.
     """
 

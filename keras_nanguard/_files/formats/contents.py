@@ -62,7 +62,6 @@ class ModelArray:
         location: its location in the file, such as `"layers/dense/vars/0"`, safe to print; of a
             variable its Keras path.
         dtype: name of the dtype (`"float32"`, `"bfloat16"`), or its name in the file.
-        shape: shape of the array.
         nbytes: its size in memory, in bytes.
         stored: its size in the file, in bytes.
         is_float: whether its values can be non-finite.
@@ -70,7 +69,6 @@ class ModelArray:
         pieces: function that returns its values in pieces, each once.
         whole: function that returns all values at once.
         key: the exact location in the file, for writing.
-        who: its names and role.
     """
 
     location: str
@@ -100,7 +98,6 @@ class ModelArray:
         """Return an array of a file.
 
         Args:
-            location, key, dtype, shape, stored, pieces, whole: see above.
             reason: why it is not read, `""` if nothing is wrong.
         """
         name = float_name(dtype)
@@ -188,7 +185,6 @@ def pieces_of(
     """Read an array in slabs of about `READ_BYTES` along its first axis, which cut no chunk in two.
 
     Args:
-        get: returns a part of the array.
         shape, chunk, itemsize: see `declared_too_much`.
     """
     if not shape:

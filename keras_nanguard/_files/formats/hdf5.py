@@ -30,7 +30,6 @@ class Window(io.RawIOBase):
     Args:
         file: an unbuffered file, which the caller closes.
         start: offset of the first byte.
-        size: number of bytes.
     """
 
     def __init__(self, file: BinaryIO, start: int, size: int):

@@ -72,7 +72,6 @@ def declared_too_much(
     """Return why an array is not read, if it declares too much, else `""`.
 
     Args:
-        shape: shape of the array.
         chunk: shape of its chunks, or `None` if it has none.
         itemsize: bytes per value.
         before: bytes that the arrays before it in the file declare.

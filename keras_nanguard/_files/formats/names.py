@@ -30,7 +30,6 @@ class LayerConfig:
         node: the configuration as Keras serializes it; anything else counts as empty.
 
     Attributes:
-        settings: its settings.
         name: its name, or `""`.
         class_name: its class, or `""`.
     """
