@@ -111,9 +111,9 @@ class Intercept:
         return bool(self._losses["scale"])
 
     def note_losses(self, source: str, values: Any) -> None:
-        """Note those of these values that are scalars, each of which counts as a loss."""
+        """Note those of these values that are real scalars, each of which counts as a loss."""
         for tensor in tensors_in([values]):
-            if tensor.numel() == 1 and is_inexact(tensor):
+            if tensor.numel() == 1 and tensor.is_floating_point():
                 self._losses[source].append(tensor.detach())
                 self.noted += 1
 

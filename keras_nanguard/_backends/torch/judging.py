@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
@@ -93,11 +91,12 @@ class Observed:
         this would hide the fault.
         """
         found, results = set(), set(map(id, parts.train_state.results))
-        for kept in (self.log.kept[id(tensor)] for tensor in statistics):
-            if not (kept.is_counted or torch.isfinite(kept.tensor).all()):
-                nan = id(kept.tensor) in results
-                if torch.allclose(kept.tensor, kept.value, rtol=0.0, atol=0.0, equal_nan=nan):
-                    found.add(id(kept.tensor))
+        for key, kept in ((id(tensor), self.log.kept[id(tensor)]) for tensor in statistics):
+            if kept.is_counted or kept.differs:
+                continue
+            ((nan, inf, _),) = reductions.counts([kept.tensor])
+            if key in results if nan else inf:
+                found.add(key)
         return frozenset(found)
 
 

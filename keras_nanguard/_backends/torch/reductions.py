@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from keras_nanguard._core import finiteness
-from keras_nanguard._keras import variables as keras_variables
-
 LARGE = 1 << 17
 """Elements from which a tensor on a CPU is read with `dot`."""
 
@@ -120,14 +117,8 @@ def read(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[float]]:
 
 
 def counts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Return the number of NaN, of infinite, and of all entries of each tensor, with one read of
-    the device.
+    """Return the number of NaN, of infinite, and of all entries of each tensor. Waits for the
+    device.
     """
-    strided = [(str(n), t) for n, t in enumerate(tensors) if t.layout == torch.strided]
-    away = {name: _dense(tensor.detach()) for name, tensor in strided if is_away([tensor])}
-    bad = read({name: [t.isnan().sum(), t.isinf().sum()] for name, t in away.items()})
-    found = {name: (int(nan), int(inf), away[name].numel()) for name, (nan, inf) in bad.items()}
-    return [
-        found.get(str(n)) or finiteness.counts(keras_variables.dense(tensor))
-        for n, tensor in enumerate(tensors)
-    ]
+    found = [_dense(tensor.detach()) for tensor in tensors]
+    return [(int(t.isnan().sum()), int(t.isinf().sum()), t.numel()) for t in found]

@@ -298,6 +298,25 @@ def test_an_update_by_hand_that_first_comes_late(make):
     assert step.verdict.refused is (make is not in_place) and not math.isfinite(step.verdict.weights)
 
 
+def test_a_complex_scalar_that_a_step_differentiates():
+    """It is no loss; its gradients are judged."""
+    net = torch.nn.Linear(3, 1, dtype=torch.complex64)
+    of = torch.optim.SGD(net.parameters(), lr=0.01)
+    module, optimizers = adapted(net, [of])
+
+    def body(x):
+        of.zero_grad()
+        total = net(x.to(torch.complex64)).sum()
+        total.backward(torch.ones_like(total))
+        of.step()
+
+    step, refused = in_loop(body, module, optimizers), []
+    for x in (X, BAD, X, X, BAD):
+        step(x)
+        refused.append(step.verdict.refused)
+    assert refused == [False, True, False, False, True]
+
+
 # Exceptions
 
 
@@ -490,6 +509,7 @@ SPECIAL = {
     "inference": holds(made_without_gradients),
     "grows": Grows,
     "scripted": lambda: torch.jit.script(torch.nn.BatchNorm1d(3)),
+    "with running statistics": lambda: torch.nn.Sequential(SPECIAL["float8"](), SPECIAL["sparse"](), torch.nn.BatchNorm1d(3)),
 }
 
 
