@@ -132,8 +132,7 @@ class Explainer:
     def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
-            transaction = self.run.access.transaction
-            batch = None if transaction.given is None else transaction.batch(transaction.given)
+            batch = self.run.access.transaction.given
             return explained(self.run.model, str(error), batch)
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
@@ -200,9 +200,7 @@ class Rerun(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry
-    has the same ones.
-    """
+    """A step, its arguments, and their bytes: 0 if the next entry has the same ones."""
 
     step: int
     given: Any
@@ -211,20 +209,14 @@ class _Entry(NamedTuple):
 
 
 class RecentBatches:
-    """The arguments of the last committed steps, and of refused ones whose batch was good.
+    """The arguments of the last committed steps, and of refused ones whose batch was good."""
 
-    Args:
-        batch: returns the arguments of a step as they were given, from the form in which its
-            transaction stores them; `None` if they are gone.
-    """
-
-    def __init__(self, batch: Callable[[Any], Any]):
-        self._batch = batch
+    def __init__(self) -> None:
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
 
     def push(self, step: int, given: Any, refused: bool = False) -> None:
-        """Store the arguments of a step, in the form of its transaction. Runs in every step.
+        """Store the arguments of a step. Runs in every step.
 
         Those of a `refused` step may be replayed after a rollback.
         """
@@ -262,7 +254,7 @@ class RecentBatches:
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""
         entries = [e for e in self._entries if e.given is not None and not e.refused]
-        return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
+        return [entry.given for entry in entries[-count:]]
 
     def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
         """Return the steps from a snapshot to this one, `None` if not all are known."""
@@ -273,11 +265,8 @@ class RecentBatches:
             entry = entries.get(number)
             if entry is None:
                 return None
-            args = None if entry.given is None else self._batch(entry.given)
-            if args is None and entry.given is not None:
-                return None
-            batches.append(args)
-            if entry.refused and args is not None:
+            batches.append(entry.given)
+            if entry.refused and entry.given is not None:
                 refused.add(number)
         return Rerun(snapshot, tuple(batches), frozenset(refused))
 
