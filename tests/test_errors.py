@@ -198,7 +198,7 @@ def test_loop_without_watch_or_with_two():
 
 
 def test_report_of_unknown_ending(tmp_path):
-    """A report is .json, .jsonl or .md, and another suffix writes nothing."""
+    """A report is .html, .json or .jsonl, and another suffix writes nothing."""
     with pytest.raises(GuardError, match="json"):
         NanGuard(verbose=0).report(tmp_path / "report.xlsx")
     assert list(tmp_path.iterdir()) == []
