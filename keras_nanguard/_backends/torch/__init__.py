@@ -8,7 +8,6 @@ In addition to the modules that every backend has:
 | `updates` | the updates of a step |
 | `watch` | what a step writes after its update |
 | `undo_log` | what a refusal restores |
-| `gradients` | the gradients that a step finds, which a refusal may restore |
 | `parts` | how a body is run, what its steps have shown, and its train state by role |
 | `judging` | the verdict on a step |
 | `raised` | exceptions by which torch reports a bad number |

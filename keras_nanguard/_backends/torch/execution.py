@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Judged, Observed, Ruling, judge, read_update
 from keras_nanguard._backends.torch.learning import Lesson
@@ -40,7 +39,6 @@ class StepRun:
     Attributes:
         is_compiled: whether the body is compiled, so that its writes are not recorded.
         keeps_undo: whether it is updated at once, with the old values kept.
-        found: the gradients that the step finds.
         log: what a refusal restores.
         updates: the updates that have run.
         judged_in_body: the verdict, if it was computed in the body.
@@ -61,10 +59,8 @@ class StepRun:
         self.is_compiled = intercept.compiled is not None
         keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
         self.keeps_undo = step.may_undo_update and keeps_undo
-        may_add = learned.is_fresh or learned.adds_to_gradients is not False
-        self.found = FoundGradients(parts.holders, is_read=may_add and step.may_undo_update)
         self.log = self._undo_log()
-        self._lesson = Lesson(step, parts, learned, self.log, self.is_compiled, self.found)
+        self._lesson = Lesson(step, parts, learned, self.log, self.is_compiled)
         self._watch = Watch(parts.updated)
         self.updates: list[Update] = []
         self._created: list[tuple[Any, Any]] = []
@@ -74,16 +70,17 @@ class StepRun:
         parts, learned, undoes_updates = self.parts, self.learned, self.step.may_undo_update
         uncounted = [*parts.unlisted, *learned.uncounted.values()]
         kept = list(learned.untracked.values())
-        kept += self.found.tensors
         if learned.is_fresh:
             kept += parts.other
             kept += parts.weights_and_slots if undoes_updates else ()
         if self.is_compiled:
             uncounted, kept = [*uncounted, *parts.small_state, *kept], []
-        log = UndoLog(kept, uncounted)
+        log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
+        if self.is_compiled or not undoes_updates:
+            log.keep_gradients()
         attributes = parts.attributes(every=learned.is_fresh)
         log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", partial(self.found.restore, log))
+        log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
         # `Watch` keeps those of an eager step when they update.
         for optimizer in parts.loose if undoes_updates and self.is_compiled else ():
             log.at_undo(id(optimizer), optimizer.held())
@@ -139,15 +136,15 @@ class StepRun:
             for created in self.log.created:
                 self.run.note_created(*created)
 
-    @contextlib.contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        with self.found.around_backward(), self._watch.around_backward():
-            yield
+    def _around_backward(self) -> contextlib.AbstractContextManager[None]:
+        self.log.keep_gradients()
+        return self._watch.around_backward()
 
     def _on_update(self, record: Update) -> None:
         """Run the update, unless the verdict on the step refuses it."""
         record.build()  # as Keras would, so that its variables are noted
-        self.found.note_update()
+        if not record.evaluates:
+            self.log.keep_gradients()
         if not self.updates:
             self._lesson.before_update(self.intercept.noted)
         if record.evaluates and self.judged_in_body is None:
@@ -186,9 +183,7 @@ class StepRun:
         has_gradients = not intercept.records and intercept.noted > 0
         leaves_gradients = has_gradients and not self._lesson.has_written_weights
         is_updated = bool(self.updates)
-        observed = Observed(
-            intercept, self.log, self.found, losses, raised, is_updated, leaves_gradients
-        )
+        observed = Observed(intercept, self.log, losses, raised, is_updated, leaves_gradients)
         return judge(observed, self.parts, self.learned, self.run.agreement)
 
     def _commit(self, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:

@@ -11,11 +11,11 @@ from typing import Any
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.parts import Learned, Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._keras.tensors import local
 
 
 class Ruling(IntEnum):
@@ -33,14 +33,12 @@ class Observed:
 
     Attributes:
         log: what it has written.
-        found: the gradients that it has found, and perhaps added to.
         raised: whether it has ended in an exception about a bad number.
         leaves_gradients: whether it has computed gradients, and leaves them for a later step.
     """
 
     intercept: Intercept
     log: UndoLog
-    found: FoundGradients
     losses: Sequence[Any]
     raised: bool
     updated: bool
@@ -65,13 +63,13 @@ class Observed:
 
     def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
         """Return what it has written besides its updates, as far as that is judged."""
-        found = set(map(id, self.found.tensors))
+        gradients = {id(local(gradient)) for _, gradient in self.log.gradients or ()}
         return [
             tensor
             for tensor in self.log.written
             if id(tensor) not in parts.judged_elsewhere
             and id(tensor) not in tolerated
-            and id(tensor) not in found
+            and id(tensor) not in gradients
             and reductions.is_inexact(tensor)
         ]
 

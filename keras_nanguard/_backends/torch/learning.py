@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.gradients import FoundGradients
 from keras_nanguard._backends.torch.judging import Judged
 from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._keras.tensors import local
 
 PATIENCE = 100
 """Steps after which an optimizer that has not updated counts as one that never does."""
@@ -35,10 +35,9 @@ class Lesson:
         before: Learned,
         log: UndoLog,
         is_compiled: bool,
-        found: FoundGradients,
     ):
         self._step, self._parts, self._before = step, parts, before
-        self._log, self._is_compiled, self._found = log, is_compiled, found
+        self._log, self._is_compiled = log, is_compiled
         watched = parts.small_state if step.stock else parts.all
         self._versions = [(t, t._version) for t in watched]
         self._versions_after: dict[int, tuple[Any, int]] = {}
@@ -82,7 +81,6 @@ class Lesson:
             unread={},
             continues=continues,
             updated_by=self._updated_by(updates),
-            adds_to_gradients=self._adds_to_gradients(judged.observed.leaves_gradients),
             uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
         )
 
@@ -98,15 +96,6 @@ class Lesson:
         known = {id(optimizer) for optimizer in self._parts.train_state.optimizers}
         has_seen_all = known <= self._updated_by(updates) or self._before.steps >= PATIENCE
         return False if has_seen_all else None
-
-    def _adds_to_gradients(self, leaves_gradients: bool) -> bool | None:
-        """Return whether the body adds to the gradients that it finds, see `Learned`."""
-        before = self._before.adds_to_gradients
-        if before or self._found.are_added_to():
-            return True
-        if leaves_gradients:
-            return None
-        return False if self._found.tensors else before
 
     def _updated_by(self, updates: Sequence[Update]) -> frozenset[int]:
         return self._before.updated_by | {id(update.optimizer) for update in updates}
@@ -154,7 +143,9 @@ class Lesson:
         if not written:
             return False
         unjudged = parts.judged_elsewhere - parts.updated
-        unjudged |= set(map(id, self._found.tensors))  # the next step judges their sum
+        unjudged |= {
+            id(local(g)) for _, g in self._log.gradients or ()
+        }  # the next step judges them
         # Of batch normalization torch counts only the writes of its integer buffer.
         buffers = set(map(id, parts.unlisted))
         return any(

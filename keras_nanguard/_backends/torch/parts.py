@@ -27,9 +27,6 @@ from keras_nanguard._keras.train_state import TrainState
 FRESH = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
 the tensors that a step writes.
-
-The second step shows whether the loop adds to existing gradients, as one that accumulates over
-steps does.
 """
 
 
@@ -65,9 +62,6 @@ class Learned(interface.Learned):
             only; or in a way in which it must not wait for other processes before. `None` until all
             optimizers have updated.
         updated_by: the `id` of the optimizers that have updated.
-        adds_to_gradients: whether the body adds to the gradients of an earlier step, which are then
-            kept before each step. `None`, for which they are kept as well, until a step has begun
-            with gradients, and after a step that leaves some.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
     """
 
@@ -77,7 +71,6 @@ class Learned(interface.Learned):
     continues: bool | None = None
     updated_by: frozenset[int] = frozenset()
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    adds_to_gradients: bool | None = None
     uncounted: Mapping[int, Any] = field(default_factory=dict)
 
     @property

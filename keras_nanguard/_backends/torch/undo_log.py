@@ -4,9 +4,10 @@ An eager step cannot be inspected before it runs, so its writes are recorded, in
 
 - Variables that Keras writes are kept before their first write, through `WRITES`. So are learning
   rate schedulers and gradient scalers of torch.
-- Before the step, `StepRun` keeps torch's random generators, attributes of layers, gradients,
-  wrapped optimizers, buffers, and tensors that a step was seen to write past Keras; in the first
-  steps it keeps all tensors of the train state.
+- Before the step, `StepRun` keeps torch's random generators, attributes of layers, wrapped
+  optimizers, buffers, and tensors that a step was seen to write past Keras; in the first steps it
+  keeps all tensors of the train state.
+- The gradients that the step finds are kept before it first adds to them, or uses them.
 - If the step continues after its update, `keep_updated` keeps weights and slots before it.
 - `Watch` keeps other tensors that the step writes in place after its update.
 
@@ -25,11 +26,13 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import TensorWeakRef
 
-from keras_nanguard._backends.torch import host
+from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.modules import kept_settings
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
+from keras_nanguard._keras.tensors import local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of entries, by their number of bytes."""
@@ -74,9 +77,12 @@ class UndoLog:
             its own batch normalization.
         is_replay: whether writes of gradient scalers are undone, too.
         apart: tensors that other code restores.
+        holders: the tensors whose gradients the step may add to.
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
+        gradients: each tensor of `holders` whose gradient is kept, with this gradient. `None` until
+            the step has added to one, or used one.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
     """
 
@@ -86,8 +92,12 @@ class UndoLog:
         uncounted: Iterable[Any] = (),
         is_replay: bool = False,
         apart: Iterable[Any] = (),
+        holders: Iterable[Any] = (),
     ):
         self.kept: dict[int, Kept] = {}
+        self.gradients: list[tuple[Any, Any]] | None = None
+        # A step that clears them first is to release their memory.
+        self._found = [(p, TensorWeakRef(p.grad)) for p in holders if p.grad is not None]
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
@@ -107,6 +117,26 @@ class UndoLog:
                 return Kept(tensor, tensor, 0)
             known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
         return known
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the step has found, and neither cleared nor replaced."""
+        if self.gradients is None:
+            pairs = [(p, p.grad, found) for p, found in self._found]
+            self.gradients = [(p, g) for p, g, found in pairs if g is not None and found() is g]
+            for _, gradient in self.gradients:
+                self.keep(local(gradient))
+
+    def give_back_gradients(self, holders: Iterable[Any]) -> None:
+        """Restore the gradients that are kept; for all other tensors leave none. A bad sum, which
+        no later step could correct, is dropped.
+        """
+        if self.gradients is None:
+            return
+        for holder in holders:
+            holder.grad = None
+        for holder, gradient in self.gradients:
+            if reductions.are_finite([self.kept[id(local(gradient))].value]):
+                holder.grad = gradient
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
         """Keep what an update is about to write: these tensors, and the optimizer's other state."""
@@ -200,6 +230,7 @@ class UndoLog:
                     keras_variables.write_tensor(kept.tensor, kept.value)
 
     def release(self) -> None:
+        self.gradients, self._found = None, []
         self.kept.clear()
         self._restores.clear()
 

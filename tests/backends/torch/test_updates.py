@@ -400,6 +400,25 @@ def test_a_bad_gradient_of_a_parameter_that_no_optimizer_updates():
     compared(make, ())
 
 
+def delayed():
+    """Updates with the gradients of the step before, and then computes the next ones."""
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+
+    def step(batch):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+
+    return net, [optimizer], step, []
+
+
+@pytest.mark.parametrize("bad", [(0, 1), BAD])
+def test_gradients_that_the_next_step_uses(bad):
+    """A refused step leaves those of the good step before it."""
+    compared(delayed, bad)
+
+
 @pytest.mark.parametrize("bad", [(0, 2), (1, 5, 6, 9)])
 def test_a_backward_pass_and_an_update_in_two_functions(bad):
     """If the first one is refused, the second one has no gradients to use."""
