@@ -1,245 +1,200 @@
-"""One run of the transaction on PyTorch."""
+"""One run of the transaction on PyTorch: its body, and its commit or refusal.
+
+The verdict is computed when the body calls its update, so a refused step is never updated. If the
+body continues after its update, the update runs at once, with the old values kept, and the verdict
+is computed at the end of the body.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Judged, Observed, Ruling, judge, read_update
-from keras_nanguard._backends.torch.learning import Lesson
-from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
+from keras_nanguard._backends.torch.begun import Begun
+from keras_nanguard._backends.torch.judging import (
+    Judged,
+    Ruling,
+    judge,
+    places,
+    read_update,
+)
+from keras_nanguard._backends.torch.parts import Learned
 from keras_nanguard._backends.torch.raised import is_numeric
-from keras_nanguard._backends.torch.undo_log import WRITES, UndoLog
+from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._keras import (
-    attributes as keras_attributes,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 
-class StepRun:
-    """One run of the transaction, from the arguments of the body to its result.
-
-    The verdict is computed when the body calls its update, so a refused step is never updated. If
-    the body continues after its update, the update runs at once, with the old values kept, and the
-    verdict is computed at the end of the body.
-
-    Args:
-        learned: what earlier steps have shown.
+@dataclass(frozen=True, eq=False)
+class AtUpdate:
+    """What a body has done before its first update.
 
     Attributes:
-        is_compiled: whether the body is compiled, so that its writes are not recorded.
-        keeps_undo: whether it is updated at once, with the old values kept.
-        log: what a refusal restores.
-        updates: the updates that have run.
-        judged_in_body: the verdict, if it was computed in the body.
+        losses: the number of its losses.
+        written: the tensors of the train state that it has written past Keras.
+        uncounted: those whose writes torch has not counted.
     """
 
-    judged_in_body: Judged | None = None
+    losses: int
+    written: Sequence[Any]
+    uncounted: Sequence[Any]
 
-    def __init__(
-        self,
-        step: StepFacts,
-        parts: Parts,
-        learned: Learned,
-        intercept: Intercept,
-        args: Sequence[Any],
-    ):
-        self.step, self.run, self.parts, self.learned = step, step.run, parts, learned
-        self.intercept, self.args = intercept, args
-        self.is_compiled = intercept.compiled is not None
-        keeps_undo = self.is_compiled or learned.is_fresh or learned.keeps_undo
-        self.keeps_undo = step.may_undo_update and keeps_undo
-        self.log = self._undo_log()
-        self._lesson = Lesson(step, parts, learned, self.log, self.is_compiled)
-        self._watch = Watch(parts.updated)
-        self.updates: list[Update] = []
-        self._created: list[tuple[Any, Any]] = []
 
-    def _undo_log(self) -> UndoLog:
-        """Return the undo log of the step, with copies of what it may write unnoticed."""
-        parts, learned, undoes_updates = self.parts, self.learned, self.step.may_undo_update
-        uncounted = [*parts.unlisted, *learned.uncounted.values()]
-        kept = list(learned.untracked.values())
-        if learned.is_fresh:
-            kept += parts.other
-            kept += parts.weights_and_slots if undoes_updates else ()
-        if self.is_compiled:
-            uncounted, kept = [*uncounted, *parts.small_state, *kept], []
-        log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
-        if self.is_compiled or not undoes_updates:
-            log.keep_gradients()
-        attributes = parts.attributes(every=learned.is_fresh)
-        log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-        log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
-        # `Watch` keeps those of an eager step when they update.
-        for optimizer in parts.loose if undoes_updates and self.is_compiled else ():
-            log.at_undo(id(optimizer), optimizer.held())
-        return log
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """A body that has run.
 
-    def complete(self) -> tuple[Any, Verdict, Learned, list[Report]]:
-        """Run the step; commit or refuse it. Return the outputs, `None` if the body raised an
-        exception about a bad number, the verdict, what the steps have shown, and the report of a
-        bad one.
-        """
-        outputs, raised = self._run_body()
-        judged = self.judged_in_body or self._judge(outputs, raised)
-        if judged.ruling is Ruling.CHECK:
-            judged = self._judge(outputs, raised)
-        learned = self._lesson.learned(judged, self.updates, self._watch.continues)
-        reports: list[Report] = []
-        if judged.ruling is Ruling.REFUSE:
-            with contextlib.suppress(Exception):  # the step is refused even without a description
-                reports.append(self._report(judged))
-        if judged.ruling is Ruling.REFUSE and self.run.refuses:
-            return outputs, self._refuse(judged.verdict), learned, reports
-        return outputs, *self._commit(judged, learned), reports
+    Attributes:
+        outputs: its outputs, `None` if it has raised.
+        raised: whether torch has raised about a bad number.
+        updates: the updates that have run.
+        created: the tensors that they have created outside of Keras, each with its first value.
+        at_update: what it has done before its first update.
+        after_update: the tensors of `Begun.versions_now` after its last update.
+        continues: whether `Watch` has shown that it continues after an update.
+        judged: the verdict, if it was computed in the body.
+    """
 
-    def release(self) -> None:
-        """Release all tensors, so that an exception that refers to this run does not keep them."""
-        self.intercept.release()
-        self.log.release()
-        vars(self).clear()
+    outputs: Any
+    raised: bool
+    updates: Sequence[Update]
+    created: Sequence[tuple[Any, Any]]
+    at_update: AtUpdate | None
+    after_update: Mapping[int, tuple[Any, int]]
+    continues: bool
+    judged: Judged | None
 
-    # In the body
 
-    def _run_body(self) -> tuple[Any, bool]:
-        """Run the body; return its outputs, and whether torch has raised about a bad number."""
-        function = self.intercept.compiled or self.step.body
-        try:
-            with contextlib.ExitStack() as stack:
-                if not self.is_compiled:
-                    stack.enter_context(self.log)
-                    if self.step.may_undo_update:
-                        self._watch.wait(stack)
-                around_backward = self._around_backward
-                stack.enter_context(self.intercept.running(self._on_update, around_backward))
-                return function(*self.args), False
-        except Exception as error:
-            if self._can_be_undone and is_numeric(error):
-                return None, True
-            if self._can_be_undone:
-                self.log.give_back()
-            if self.run.agreement.count > 1:
-                host.leave(error)
-            raise
-        finally:
-            for created in self.log.created:
-                self.run.note_created(*created)
+def run(begun: Begun, args: Sequence[Any]) -> Ran:
+    """Run the body of a step. Its updates run, unless the verdict in the body refuses them.
 
-    def _around_backward(self) -> contextlib.AbstractContextManager[None]:
-        self.log.keep_gradients()
-        return self._watch.around_backward()
+    An exception that is not about a bad number is raised again. Before, the state is restored if it
+    can be.
+    """
+    facts, log, intercept = begun.facts, begun.log, begun.intercept
+    watch, keeps_undo = Watch(begun.parts.updated), begun.keeps_undo
+    updates: list[Update] = []
+    created: list[tuple[Any, Any]] = []
+    at_update: AtUpdate | None = None
+    after_update: Mapping[int, tuple[Any, int]] = {}
+    judged: Judged | None = None
 
-    def _on_update(self, record: Update) -> None:
-        """Run the update, unless the verdict on the step refuses it."""
+    def on_update(record: Update) -> None:
+        nonlocal keeps_undo, at_update, after_update, judged
         record.build()  # as Keras would, so that its variables are noted
         if not record.evaluates:
-            self.log.keep_gradients()
-        if not self.updates:
-            self._lesson.before_update(self.intercept.noted)
-        if record.evaluates and self.judged_in_body is None:
-            self.keeps_undo = self.step.may_undo_update
-        if self.run.refuses and not self.keeps_undo and self.judged_in_body is None:
-            self.judged_in_body = self._judge(None, raised=False)
-            self.keeps_undo = self.judged_in_body.ruling is Ruling.CHECK
-        if self.judged_in_body is None or self.judged_in_body.ruling is not Ruling.REFUSE:
-            self._update(record)
-        else:
-            self._watch.begin()  # the body may continue
+            log.keep_gradients()
+        if not (updates or facts.stock):
+            at_update = AtUpdate(intercept.noted, begun.written(), begun.written_uncounted())
+        if judged is None:
+            keeps_undo = keeps_undo or (record.evaluates and facts.may_undo_update)
+            if facts.run.refuses and not keeps_undo:
+                judged = judge(begun, has_updated=bool(updates))
+                keeps_undo = judged.ruling is Ruling.CHECK
+        if judged is not None and judged.ruling is Ruling.REFUSE:
+            watch.begin()  # the body may continue
+            return
+        if keeps_undo:
+            log.keep_updated(record.optimizer, record.state())
+        if keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
+            watch.begin()
+        updates.append(record)
+        with watch.during(record):
+            created.extend(record.run())
+        if not (facts.stock or begun.learned.continues):
+            after_update = begun.versions_now()
 
-    def _update(self, record: Update) -> None:
-        """Run an update."""
-        if self.keeps_undo:
-            self.log.keep_updated(record.optimizer, record.state())
-        if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
-            self._watch.begin()
-        self.updates.append(record)
-        with self._watch.during(record):
-            self._created += record.run()
-        self._lesson.after_update()
+    def around_backward() -> contextlib.AbstractContextManager[None]:
+        log.keep_gradients()
+        return watch.around_backward()
 
-    @property
-    def _can_be_undone(self) -> bool:
-        """Whether the step may still be refused: everything that it has written is kept."""
-        return self.run.refuses and (self.keeps_undo or not self.updates)
+    try:
+        with contextlib.ExitStack() as stack:
+            if not begun.is_compiled:
+                stack.enter_context(log)
+                if facts.may_undo_update:
+                    watch.wait(stack)
+            stack.enter_context(intercept.running(on_update, around_backward))
+            outputs, raised = (intercept.compiled or facts.body)(*args), False
+    except Exception as error:
+        can_be_undone = facts.run.refuses and (keeps_undo or not updates)
+        if not (can_be_undone and is_numeric(error)):
+            if can_be_undone:
+                log.give_back()
+            if facts.run.agreement.count > 1:
+                host.leave(error)
+            updates, judged = [], None  # the exception keeps this frame
+            raise
+        outputs, raised = None, True
+    finally:
+        for pair in log.created:
+            facts.run.note_created(*pair)
+    return Ran(outputs, raised, updates, created, at_update, after_update, watch.continues, judged)
 
-    # After the body
 
-    def _judge(self, outputs: Any, raised: bool) -> Judged:
-        intercept = self.intercept
-        if self.log.created:
-            self.parts = self.step.read_parts()
-        losses = [loss.detach() for loss in intercept.losses or self.step.losses(outputs)]
-        has_gradients = not intercept.records and intercept.noted > 0
-        leaves_gradients = has_gradients and not self._lesson.has_written_weights
-        is_updated = bool(self.updates)
-        observed = Observed(intercept, self.log, losses, raised, is_updated, leaves_gradients)
-        return judge(observed, self.parts, self.learned, self.run.agreement)
+def commit(begun: Begun, ran: Ran, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
+    """Read the updated state, unless the verdict has, now or with the next step. Return the verdict
+    and what the steps have shown.
+    """
+    run, parts, verdict = begun.facts.run, judged.parts, judged.verdict
+    for created in ran.created:
+        run.note_created(*created)
+    if ran.created:
+        learned, parts = replace(learned, stale=True), begun.facts.read_parts()
+    # The verdict did not see what is written past Keras for the first time.
+    unseen = learned.untracked.keys() - begun.log.kept.keys()
+    unseen |= learned.uncounted.keys() - begun.learned.uncounted.keys()
+    is_unread = judged is ran.judged or bool(ran.created)
+    is_due = bool(begun.intercept.records) and is_unread
+    if not (run.refuses and (is_due or not parts.updated.isdisjoint(unseen))):
+        return verdict, learned
+    verdict, unread = read_update(parts, verdict, run.agreement)
+    return verdict, replace(learned, unread=unread)
 
-    def _commit(self, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
-        """Read the updated state, unless the verdict has, now or with the next step."""
-        verdict = judged.verdict
-        # The verdict did not see what is written past Keras for the first time.
-        unseen = learned.untracked.keys() - self.log.kept.keys()
-        unseen |= learned.uncounted.keys() - self.learned.uncounted.keys()
-        for created in self._created:
-            self.run.note_created(*created)
-        if self._created:
-            learned = replace(learned, stale=True)
-            self.parts = self.step.read_parts()
-        is_unread = judged is self.judged_in_body or bool(self._created)
-        is_due = bool(self.intercept.records) and is_unread
-        is_due = is_due or not self.parts.updated.isdisjoint(unseen)
-        if not (self.run.refuses and is_due):
-            return verdict, learned
-        verdict, unread = read_update(self.parts, verdict, self.run.agreement)
-        return verdict, replace(learned, unread=unread)
 
-    def _refuse(self, verdict: Verdict) -> Verdict:
-        """Undo the step; update each loss scale that it is about. Return the verdict."""
-        verdict = verdict._replace(refused=True)
-        overflowed = self._overflowed() if verdict.only_gradients else []
-        known = self.parts.train_state.optimizers
-        blamed = [record.optimizer for record in overflowed] if verdict.only_gradients else known
-        self.log.give_back()
-        for record in overflowed:
-            # The loop begins its next sum, as after an update that Keras skips.
-            for _, variable in record.pairs:
-                keras_variables.stored(variable).grad = None
-        for optimizer in filter(keras_optimizers.scales_of, keras_variables.unique(blamed)):
-            scale, counter = keras_optimizers.scales_of(optimizer)
-            before = float(scale.value), int(counter.value), optimizer.initial_scale
-            after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
-            scale.assign(after[0])
-            counter.assign(after[1])
-        return verdict
+def refuse(begun: Begun, judged: Judged) -> Verdict:
+    """Undo a step; update each loss scale that it is about. Return the verdict."""
+    verdict = judged.verdict._replace(refused=True)
+    overflowed = _overflowed(begun) if verdict.only_gradients else []
+    known = judged.parts.train_state.optimizers
+    blamed = [record.optimizer for record in overflowed] if verdict.only_gradients else known
+    begun.log.give_back()
+    for record in overflowed:
+        # The loop begins its next sum, as after an update that Keras skips.
+        for _, variable in record.pairs:
+            keras_variables.stored(variable).grad = None
+    for optimizer in filter(keras_optimizers.scales_of, keras_variables.unique(blamed)):
+        scale, counter = keras_optimizers.scales_of(optimizer)
+        before = float(scale.value), int(counter.value), optimizer.initial_scale
+        after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
+        scale.assign(after[0])
+        counter.assign(after[1])
+    return verdict
 
-    def _overflowed(self) -> list[Update]:
-        """Return the updates with bad gradients by optimizers that scale the loss: those of another
-        one keep their sums and their scale. All of them if processes train together.
-        """
-        scaled = [r for r in self.intercept.records if keras_optimizers.scales_of(r.optimizer)]
-        if self.run.agreement.count > 1:
-            return scaled
-        return [r for r in scaled if not reductions.are_finite([g for g, _ in r.pairs])]
 
-    def _report(self, judged: Judged) -> Report:
-        """Return the report of a bad step of this process. No argument is copied."""
-        places = judged.places(self.parts)
-        return Report(
-            judged.own._replace(refused=self.run.refuses),
-            tuple((site, path) for site, path, _ in places),
-            reductions.counts([tensor for _, _, tensor in places]),
-            tuple(self.args),
-            left_by_previous=judged.left_by_previous,
-        )
+def _overflowed(begun: Begun) -> list[Update]:
+    """Return the updates with bad gradients by optimizers that scale the loss: those of another one
+    keep their sums and their scale. All of them if processes train together.
+    """
+    scaled = [r for r in begun.intercept.records if keras_optimizers.scales_of(r.optimizer)]
+    if begun.facts.run.agreement.count > 1:
+        return scaled
+    return [r for r in scaled if not reductions.are_finite([g for g, _ in r.pairs])]
+
+
+def report(begun: Begun, judged: Judged, args: Sequence[Any]) -> Report:
+    """Return the report of a bad step of this process. No argument is copied."""
+    found = places(begun, judged)
+    return Report(
+        judged.own._replace(refused=begun.facts.run.refuses),
+        tuple((site, path) for site, path, _ in found),
+        reductions.counts([tensor for _, _, tensor in found]),
+        tuple(args),
+        left_by_previous=judged.left_by_previous,
+    )

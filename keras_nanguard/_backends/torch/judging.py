@@ -11,8 +11,8 @@ from typing import Any
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Learned, Parts
+from keras_nanguard._backends.torch.begun import Begun
+from keras_nanguard._backends.torch.parts import Parts
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.tensors import local
@@ -27,82 +27,97 @@ class Ruling(IntEnum):
     COMMIT = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Observed:
     """What a body has done until it is judged.
 
     Attributes:
-        log: what it has written.
+        parts: the train state.
+        losses: its losses.
+        gradients: the gradients of its updates, each with the path of its weight; if it has none,
+            those that it has left.
+        statistics: what it has written besides its updates, as far as that is judged.
+        state: the tensors of `weights` and `slots` that are judged: all if an update has run, else
+            those written by hand.
         raised: whether it has ended in an exception about a bad number.
-        leaves_gradients: whether it has computed gradients, and leaves them for a later step.
+        has_updated: whether an update has run.
+        has_trials: whether its updates evaluate the loss themselves, more than once.
     """
 
-    intercept: Intercept
-    log: UndoLog
+    parts: Parts
     losses: Sequence[Any]
+    gradients: Sequence[tuple[str, Any]]
+    statistics: Sequence[Any]
+    state: Mapping[str, Sequence[Any]]
     raised: bool
-    updated: bool
-    leaves_gradients: bool
+    has_updated: bool
+    has_trials: bool
 
-    def gradients(self, parts: Parts) -> list[tuple[str, Any]]:
-        """Return the gradients of its updates, each with the path of its weight; if it has none,
-        those that it has left.
-        """
-        records = self.intercept.records
-        if not records:
-            # A scaler will check those of a scaled loss.
-            judges_left = self.leaves_gradients and not self.intercept.is_scaled
-            return parts.gradients() if self.raised or judges_left else []
-        return [(v.path, gradient) for record in records for gradient, v in record.pairs]
-
-    @property
-    def has_trials(self) -> bool:
-        """Whether its updates evaluate the loss themselves, more than once."""
-        records = self.intercept.records
-        return bool(records) and all(record.has_trials for record in records)
-
-    def statistics(self, parts: Parts, tolerated: Container[int]) -> list[Any]:
-        """Return what it has written besides its updates, as far as that is judged."""
-        gradients = {id(local(gradient)) for _, gradient in self.log.gradients or ()}
-        return [
-            tensor
-            for tensor in self.log.written
-            if id(tensor) not in parts.judged_elsewhere
-            and id(tensor) not in tolerated
-            and id(tensor) not in gradients
-            and reductions.is_inexact(tensor)
-        ]
-
-    def state(self, parts: Parts) -> dict[str, list[Any]]:
-        """Return `weights` and `slots`: all if an update has run, else those written by hand."""
-        if self.updated:
-            return parts.by_site
-        if parts.updated.isdisjoint(self.log.kept):  # the healthy step of a Keras optimizer
-            return {}
-        written = set(map(id, self.log.written))
-        return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
-
-    def constants(self, statistics: Iterable[Any], parts: Parts) -> frozenset[int]:
-        """Return the `id` of the unwritten buffers among these that are infinite on purpose.
-
-        Values that an earlier call has left in a layer may be NaN, too. For a running statistic
-        this would hide the fault.
-        """
-        found, results = set(), set(map(id, parts.train_state.results))
-        for key, kept in ((id(tensor), self.log.kept[id(tensor)]) for tensor in statistics):
-            if kept.is_counted or kept.differs:
-                continue
-            ((nan, inf, _),) = reductions.counts([kept.tensor])
-            if key in results if nan else inf:
-                found.add(key)
-        return frozenset(found)
+    @classmethod
+    def of(cls, begun: Begun, outputs: Any, raised: bool, has_updated: bool) -> Observed:
+        """Return what the body of a step has done so far."""
+        log, records = begun.log, begun.intercept.records
+        parts = begun.facts.read_parts() if log.created else begun.parts
+        losses = begun.intercept.losses or begun.facts.losses(outputs)
+        return cls(
+            parts,
+            [loss.detach() for loss in losses],
+            _gradients(begun, parts, raised),
+            _statistics(log, parts, begun.learned.tolerated),
+            parts.by_site if has_updated else _written_by_hand(log, parts),
+            raised,
+            has_updated,
+            has_trials=bool(records) and all(record.has_trials for record in records),
+        )
 
 
-@dataclass(frozen=True)
+def _gradients(begun: Begun, parts: Parts, raised: bool) -> list[tuple[str, Any]]:
+    intercept = begun.intercept
+    if intercept.records:
+        pairs = [pair for record in intercept.records for pair in record.pairs]
+        return [(variable.path, gradient) for gradient, variable in pairs]
+    # A scaler will check those of a scaled loss.
+    leaves = intercept.noted > 0 and not (intercept.is_scaled or begun.has_written_weights)
+    return parts.gradients() if raised or leaves else []
+
+
+def _statistics(log: UndoLog, parts: Parts, tolerated: Container[int]) -> list[Any]:
+    gradients = {id(local(gradient)) for _, gradient in log.gradients or ()}
+    unjudged = gradients | parts.judged_elsewhere
+    written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
+    return list(filter(reductions.is_inexact, written))
+
+
+def _written_by_hand(log: UndoLog, parts: Parts) -> dict[str, list[Any]]:
+    if parts.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
+        return {}
+    written = set(map(id, log.written))
+    return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
+
+
+def _constants(statistics: Iterable[Any], log: UndoLog, parts: Parts) -> frozenset[int]:
+    """Return the `id` of the unwritten buffers among these that are infinite on purpose.
+
+    Values that an earlier call has left in a layer may be NaN, too. For a running statistic this
+    would hide the fault.
+    """
+    found, results = set(), set(map(id, parts.train_state.results))
+    for key, kept in ((id(tensor), log.kept[id(tensor)]) for tensor in statistics):
+        if kept.is_counted or kept.differs:
+            continue
+        ((nan, inf, _),) = reductions.counts([kept.tensor])
+        if key in results if nan else inf:
+            found.add(key)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, eq=False)
 class Judged:
     """The verdict on one step, and what decided it.
 
     Attributes:
+        parts: the train state.
+        ruling: what happens to the step.
         keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
@@ -112,7 +127,7 @@ class Judged:
         constants: the `id` of buffers that turned out to be infinite on purpose.
     """
 
-    observed: Observed
+    parts: Parts
     ruling: Ruling
     keeps_undo: bool
     verdict: Verdict
@@ -122,31 +137,42 @@ class Judged:
     left_by_previous: bool
     constants: frozenset[int]
 
-    def places(self, parts: Parts) -> list[tuple[str, str, Any]]:
-        """Return `(site, path, tensor)` of everything that a report of the step counts."""
-        state, kept = parts.train_state, self.observed.log.kept.items()
-        paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
-        paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
-        found = [("outputs", path, tensor) for path, tensor in self.observed.intercept.outputs]
-        found += [("gradients", path, gradient) for path, gradient in self.gradients]
-        return found + [
-            (site, paths.get(id(tensor), "unlisted variable"), tensor)
-            for site, tensors in self.written.items()
-            for tensor in tensors
-        ]
+
+def places(begun: Begun, judged: Judged) -> list[tuple[str, str, Any]]:
+    """Return `(site, path, tensor)` of everything that a report of the step counts."""
+    state, kept = judged.parts.train_state, begun.log.kept.items()
+    paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
+    paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
+    found = [("outputs", path, tensor) for path, tensor in begun.intercept.outputs]
+    found += [("gradients", path, gradient) for path, gradient in judged.gradients]
+    return found + [
+        (site, paths.get(id(tensor), "unlisted variable"), tensor)
+        for site, tensors in judged.written.items()
+        for tensor in tensors
+    ]
 
 
-def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreement) -> Judged:
+def judge(
+    begun: Begun, outputs: Any = None, raised: bool = False, has_updated: bool = False
+) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here. Tells the agreement whether any process has news.
+
+    Args:
+        begun: the step.
+        outputs: what its body has returned, if it has ended.
+        raised: whether it has ended in an exception about a bad number.
+        has_updated: whether an update has run.
     """
-    gradients = observed.gradients(parts)
-    written = {"statistics": observed.statistics(parts, learned.tolerated), **observed.state(parts)}
+    learned, agreement = begun.learned, begun.facts.run.agreement
+    observed = Observed.of(begun, outputs, raised, has_updated)
+    parts, gradients = observed.parts, observed.gradients
+    written = {"statistics": observed.statistics, **observed.state}
     tensors = {"gradients": [gradient for _, gradient in gradients], **written}
-    read, constants = _read(observed, parts, tensors, learned.unread), frozenset[int]()
+    read, constants = _read(observed, begun.log, tensors, learned.unread), frozenset[int]()
     if not math.isfinite(sum(read["statistics"])):
-        constants = observed.constants(written["statistics"], parts)
-        kept = [tensor for tensor in written["statistics"] if id(tensor) not in constants]
+        constants = _constants(observed.statistics, begun.log, parts)
+        kept = [tensor for tensor in observed.statistics if id(tensor) not in constants]
         written["statistics"] = kept
         read |= reductions.read({"statistics": reductions.norms(kept)})
     norms = _norms(read, written)
@@ -162,23 +188,23 @@ def judge(observed: Observed, parts: Parts, learned: Learned, agreement: Agreeme
     if agreement.count > 1:
         ruling, keeps_undo, verdict = _agreed(ruling, keeps_undo, own, agreement)
     decided = ruling, keeps_undo, verdict, own
-    return Judged(observed, *decided, gradients, written, left_by_previous, constants)
+    return Judged(parts, *decided, gradients, written, left_by_previous, constants)
 
 
 def _read(
     observed: Observed,
-    parts: Parts,
+    log: UndoLog,
     tensors: Mapping[str, Sequence[Any]],
     unread: Mapping[str, Sequence[Any]],
 ) -> dict[str, list[float]]:
     """Read the numbers of a verdict, with one read of the device: losses, scales, the norms of
     these tensors by site, and those norms that the last step has left `unread`.
     """
-    scales = [scale.value for scale, _ in parts.train_state.scales]
+    scales = [scale.value for scale, _ in observed.parts.train_state.scales]
     return reductions.read(
         {
             "losses": [loss.sum() if loss.ndim else loss for loss in observed.losses],
-            "scales": [observed.log.before(scale) for scale in scales],
+            "scales": [log.before(scale) for scale in scales],
             **{site: reductions.norms(given) for site, given in tensors.items()},
             **{f"previous {site}": norms for site, norms in unread.items()},
         }
@@ -223,7 +249,7 @@ def _ruling(observed: Observed, read: Mapping[str, Sequence[float]], own: Verdic
         return Ruling.REFUSE
     # Gradients whose squares overflow are so large that the update may overflow, too.
     overflows = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-    return Ruling.CHECK if overflows and not observed.updated else Ruling.COMMIT
+    return Ruling.CHECK if overflows and not observed.has_updated else Ruling.COMMIT
 
 
 def _agreed(

@@ -30,22 +30,6 @@ the tensors that a step writes.
 """
 
 
-class StepFacts(interface.Transaction):
-    """The facts about a step that its runs use and do not change."""
-
-    stock: bool
-    """Whether its body is Keras' own train step, in which nothing can fail after the update."""
-
-    @property
-    def may_undo_update(self) -> bool:
-        """Whether a step may be updated before its verdict, because it continues."""
-        return self.run.refuses and not self.stock
-
-    def read_parts(self) -> Parts:
-        """Read the train state."""
-        return Parts(self.run.read_train_state(), self.run.model)
-
-
 @dataclass(frozen=True)
 class Learned(interface.Learned):
     """What the steps of one body have shown. Keys are the `id` of tensors; untracked ones are kept
@@ -57,11 +41,10 @@ class Learned(interface.Learned):
         unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
             read with the verdict of the next step. If one is not finite, the tensors decide, which
             an action may have replaced until then.
-        continues: whether the body continues after its first update in a way that can make the step
-            bad: with another update, loss or statistic, or because its loss is known at its end
-            only; or in a way in which it must not wait for other processes before. `None` until all
-            optimizers have updated.
-        updated_by: the `id` of the optimizers that have updated.
+        continues: whether the body may continue after its first update in a way that can make the
+            step bad: with another update, loss or statistic, or because its loss is known at its
+            end only; or in a way in which it must not wait for other processes before. `None` until
+            it has updated. A body with several optimizers may.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
     """
 
@@ -69,7 +52,6 @@ class Learned(interface.Learned):
     steps: int = 0
     stale: bool = True
     continues: bool | None = None
-    updated_by: frozenset[int] = frozenset()
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     uncounted: Mapping[int, Any] = field(default_factory=dict)
 

@@ -22,8 +22,10 @@ whose backward pass it runs; of one without a backward pass, the scalars that it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +38,12 @@ from keras_nanguard._backends.shared.batches import (
     scalars,
     with_arrays,
 )
-from keras_nanguard._backends.torch.execution import StepRun
+from keras_nanguard._backends.torch import execution
+from keras_nanguard._backends.torch.begun import Begun, Facts
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import are_finite
-from keras_nanguard._backends.torch.parts import Learned, Parts, StepFacts
+from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
+from keras_nanguard._backends.torch.learning import learned_from
+from keras_nanguard._backends.torch.parts import Learned, Parts
 from keras_nanguard._core.verdict import Report, Verdict
 
 REFRESH = 100
@@ -57,7 +61,7 @@ def _kept(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-class Transaction(StepFacts):
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; calling it runs the body as a transaction.
 
     Args:
@@ -109,18 +113,38 @@ class Transaction(StepFacts):
             self.compiled = None
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
-            self.parts = self.read_parts()
+            self.parts = self._facts.read_parts()
         self.given = with_arrays(_kept, args)
-        step = StepRun(self, self.parts, learned, self._intercept(), args)
+        begun = Begun.of(self._facts, self.parts, learned, self._intercept())
         try:
-            outputs, self.verdict, self.learned, reports = step.complete()
+            outputs, self.verdict, self.learned = self._complete(begun, args)
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
-            step.release()
-        self.reports += reports
+            begun.release()
         return outputs
+
+    def _complete(self, begun: Begun, args: tuple[Any, ...]) -> tuple[Any, Verdict, Learned]:
+        """Run a step; commit or refuse it. Return the outputs, `None` if the body raised an
+        exception about a bad number, the verdict, and what the steps have shown.
+        """
+        ran = execution.run(begun, args)
+        at_end = partial(judge, begun, ran.outputs, ran.raised, bool(ran.updates))
+        judged = ran.judged or at_end()
+        if judged.ruling is Ruling.CHECK:  # in this process or in another one
+            judged = at_end()
+        learned = learned_from(begun, ran, judged)
+        if judged.ruling is Ruling.REFUSE:
+            with contextlib.suppress(Exception):  # the step is refused even without a description
+                self.reports.append(execution.report(begun, judged, args))
+            if begun.facts.run.refuses:
+                return ran.outputs, execution.refuse(begun, judged), learned
+        return ran.outputs, *execution.commit(begun, ran, judged, learned)
+
+    @property
+    def _facts(self) -> Facts:
+        return Facts(self.body, self.run, self.losses, self.stock, self.jit)
 
     def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
@@ -144,7 +168,7 @@ class Transaction(StepFacts):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self.read_parts())
+        return bool(unread) and not are_finite(unread, self._facts.read_parts())
 
     def take_reports(self) -> list[Report]:
         reports, self.reports = self.reports, []

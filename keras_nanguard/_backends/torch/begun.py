@@ -1,0 +1,146 @@
+"""One step on PyTorch before its body runs: the values that decide how it runs, and its undo log.
+
+An eager body cannot be inspected before it runs. So each step shows which tensors it writes past
+Keras, by the version that torch counts for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends.torch.intercept import Intercept
+from keras_nanguard._backends.torch.parts import Learned, Parts
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._keras import attributes as keras_attributes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a step that do not change from one run of it to the next.
+
+    Attributes:
+        body: the step, `body(*args) -> outputs`.
+        run: the facts of the run.
+        losses: returns the losses among the outputs of a body that shows none.
+        stock: whether the body is Keras' own train step, in which nothing can fail after the
+            update.
+        jit: whether the body is compiled, once its writes are known.
+    """
+
+    body: Callable[..., Any]
+    run: Run
+    losses: Callable[[Any], list[Any]]
+    stock: bool
+    jit: bool
+
+    @property
+    def may_undo_update(self) -> bool:
+        """Whether a step may be updated before its verdict, because it continues."""
+        return self.run.refuses and not self.stock
+
+    def read_parts(self) -> Parts:
+        """Read the train state."""
+        return Parts(self.run.read_train_state(), self.run.model)
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A step that is about to run.
+
+    Attributes:
+        facts: what does not change from step to step.
+        parts: the train state.
+        learned: what earlier steps have shown.
+        intercept: records the calls of optimizers and loss.
+        log: what a refusal restores.
+        versions: the watched tensors of the train state by their `id`, with their versions.
+    """
+
+    facts: Facts
+    parts: Parts
+    learned: Learned
+    intercept: Intercept
+    log: UndoLog
+    versions: Mapping[int, tuple[Any, int]]
+
+    @classmethod
+    def of(cls, facts: Facts, parts: Parts, learned: Learned, intercept: Intercept) -> Begun:
+        """Return the step, with copies of what it may write unnoticed."""
+        log = _undo_log(facts, parts, learned, intercept.compiled is not None)
+        watched = parts.small_state if facts.stock else parts.all
+        versions = {id(t): (t, t._version) for t in watched}
+        return cls(facts, parts, learned, intercept, log, versions)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the body is compiled, so that its writes are not recorded."""
+        return self.intercept.compiled is not None
+
+    @property
+    def keeps_undo(self) -> bool:
+        """Whether it is updated at once, with the old values kept."""
+        keeps_undo = self.is_compiled or self.learned.is_fresh or self.learned.keeps_undo
+        return self.facts.may_undo_update and keeps_undo
+
+    def release(self) -> None:
+        """Release all copies and records, so that an exception that refers to it keeps none."""
+        self.intercept.release()
+        self.log.release()
+
+    # What the body has written so far
+
+    @property
+    def has_written_weights(self) -> bool:
+        """Whether a weight or slot was written."""
+        updated, versions = self.parts.updated, self.versions.items()
+        return any(t._version != version for key, (t, version) in versions if key in updated)
+
+    def written(self) -> list[Any]:
+        """Return the tensors of the train state that were written past Keras."""
+        changed = [t for t, version in self.versions.values() if t._version != version]
+        if not changed:
+            return []
+        kept = self.log.kept.items()
+        by_keras = {k for k, entry in kept if self.is_compiled or entry.writer is not None}
+        return [t for t in changed if id(t) not in by_keras]
+
+    def written_uncounted(self) -> list[Any]:
+        """Return those whose value differs although torch has counted no write of them. Only the
+        first steps read this.
+        """
+        if not self.learned.is_fresh:
+            return []
+        kept = [self.log.kept.get(key) for key in self.versions]
+        unwritten = [entry for entry in kept if entry is not None and not entry.is_written]
+        return [entry.tensor for entry in unwritten if entry.differs]
+
+    def versions_now(self) -> dict[int, tuple[Any, int]]:
+        """Return the watched and the kept tensors by their `id`, with their current versions."""
+        tensors = [tensor for tensor, _ in self.versions.values()]
+        tensors += [kept.tensor for kept in self.log.kept.values()]
+        return {id(t): (t, t._version) for t in tensors}
+
+
+def _undo_log(facts: Facts, parts: Parts, learned: Learned, is_compiled: bool) -> UndoLog:
+    undoes_updates = facts.may_undo_update
+    uncounted = [*parts.unlisted, *learned.uncounted.values()]
+    kept = list(learned.untracked.values())
+    if learned.is_fresh:
+        kept += parts.other
+        kept += parts.weights_and_slots if undoes_updates else ()
+    if is_compiled:
+        uncounted, kept = [*uncounted, *parts.small_state, *kept], []
+    log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
+    if is_compiled or not undoes_updates:
+        log.keep_gradients()
+    attributes = parts.attributes(every=learned.is_fresh)
+    log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
+    log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
+    # `Watch` keeps those of an eager step when they update.
+    for optimizer in parts.loose if undoes_updates and is_compiled else ():
+        log.at_undo(id(optimizer), optimizer.held())
+    return log
