@@ -23,8 +23,6 @@ class Facts:
     """The facts about a step that do not change from one run of it to the next.
 
     Attributes:
-        body: the step, `body(*args) -> outputs`.
-        run: the facts of the run.
         losses: returns the losses among the outputs of a body that shows none.
         stock: whether the body is Keras' own train step, in which nothing can fail after the
             update.
@@ -52,10 +50,7 @@ class Begun:
     """A step that is about to run.
 
     Attributes:
-        facts: what does not change from step to step.
-        parts: the train state.
         learned: what earlier steps have shown.
-        intercept: records the calls of optimizers and loss.
         log: what a refusal restores.
         versions: the watched tensors of the train state by their `id`, with their versions.
     """

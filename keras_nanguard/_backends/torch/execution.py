@@ -53,8 +53,7 @@ class Ran:
     Attributes:
         outputs: its outputs, `None` if it has raised.
         raised: whether torch has raised about a bad number.
-        updates: the updates that have run.
-        created: the tensors that they have created outside of Keras, each with its first value.
+        created: the tensors that its updates have created, each with its first value.
         at_update: what it has done before its first update.
         after_update: the tensors of `Begun.versions_now` after its last update.
         continues: whether `Watch` has shown that it continues after an update.

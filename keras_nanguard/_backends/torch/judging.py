@@ -32,15 +32,12 @@ class Observed:
     """What a body has done until it is judged.
 
     Attributes:
-        parts: the train state.
-        losses: its losses.
         gradients: the gradients of its updates, each with the path of its weight; if it has none,
             those that it has left.
         statistics: what it has written besides its updates, as far as that is judged.
         state: the tensors of `weights` and `slots` that are judged: all if an update has run, else
             those written by hand.
         raised: whether it has ended in an exception about a bad number.
-        has_updated: whether an update has run.
         has_trials: whether its updates evaluate the loss themselves, more than once.
     """
 
@@ -116,12 +113,9 @@ class Judged:
     """The verdict on one step, and what decided it.
 
     Attributes:
-        parts: the train state.
-        ruling: what happens to the step.
         keeps_undo: whether one of all processes keeps old values, so that the next step has to.
         verdict: the numbers; means over all processes, if there are several.
         own: the numbers of this process alone.
-        gradients: the gradients, each with the path of its weight.
         written: the tensors of the state that were judged, by site.
         left_by_previous: whether the previous step has left bad numbers in the state.
         constants: the `id` of buffers that turned out to be infinite on purpose.
@@ -159,10 +153,8 @@ def judge(
     here. Tells the agreement whether any process has news.
 
     Args:
-        begun: the step.
         outputs: what its body has returned, if it has ended.
         raised: whether it has ended in an exception about a bad number.
-        has_updated: whether an update has run.
     """
     learned, agreement = begun.learned, begun.facts.run.agreement
     observed = Observed.of(begun, outputs, raised, has_updated)

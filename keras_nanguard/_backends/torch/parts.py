@@ -1,5 +1,5 @@
-"""What is known about a body on PyTorch: how it is run, what its steps have shown, and the tensors
-of its train state by role.
+"""What is known about a body on PyTorch: what its steps have shown, and the tensors of its train
+state by role.
 """
 
 from __future__ import annotations
