@@ -31,7 +31,7 @@ def fitted(rate, low, high, loss, epochs=3):
 @pytest.mark.parametrize(("low", "high"), [(0.0, ABOVE), (BELOW, 1.0), (0.0, 1.01), (-0.01, 1.0)])
 def test_a_rate_too_high_is_the_cause_as_with_valid_targets(loss, low, high):
     """The oracle is the run with 0 and 1, which diverges as well, and is recovered."""
-    expected, found = fitted(1e5, 0.0, 1.0, loss), fitted(1e5, low, high, loss)
+    expected, found = fitted(1e12, 0.0, 1.0, loss), fitted(1e12, low, high, loss)
     assert "divergence" in expected[0].diagnosis.causes
     assert found[0].diagnosis.cause == expected[0].diagnosis.cause
     assert found[0].step == expected[0].step
