@@ -6,6 +6,7 @@ backend.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -176,21 +177,30 @@ def float_name(dtype: np.dtype[Any]) -> str | None:
     return name if is_float else None
 
 
+def tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of the tiles of a shape, which cover it once.
+
+    Args:
+        shape: shape of an array.
+        tile: shape of a tile, such as a chunk of an HDF5 dataset.
+    """
+    grid = [range(0, length, max(1, step)) for length, step in zip(shape, tile, strict=True)]
+    for corner in itertools.product(*grid):
+        ends = (min(start + step, n) for start, step, n in zip(corner, tile, shape))
+        yield tuple(slice(start, end) for start, end in zip(corner, ends))
+
+
 def pieces_of(
     get: Callable[[tuple[slice, ...]], NDArray[Any]],
     shape: tuple[int, ...],
     chunk: tuple[int, ...] | None,
     itemsize: int,
 ) -> Iterator[NDArray[Any]]:
-    """Read an array in slabs of about `READ_BYTES` along its first axis, which cut no chunk in two.
+    """Read an array in slabs of about `READ_BYTES`, which cut no chunk in two.
 
     Args:
         shape, chunk, itemsize: see `declared_too_much`.
     """
-    if not shape:
-        yield get(())
-        return
-    step = max(1, chunk[0]) if chunk else 1
-    rows = step * max(1, READ_BYTES // max(1, step * math.prod(shape[1:]) * itemsize))
-    for start in range(0, shape[0], rows):
-        yield get((slice(start, min(start + rows, shape[0])),))
+    tile = chunk or (1, *shape[1:])
+    rows = max(1, READ_BYTES // max(1, math.prod(tile) * itemsize))
+    return map(get, tiles(shape, (tile[0] * rows, *tile[1:]) if shape else ()))
