@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -21,13 +24,13 @@ from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._diagnose.trials import Case, tensors, with_trials
 from keras_nanguard._files.formats.limits import first_line
-from keras_nanguard._files.recalibrate import recalibrate
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
     variables as keras_variables,
 )
 from keras_nanguard._keras.layers import named_outputs
+from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
@@ -139,11 +142,14 @@ class _Pass(NamedTuple):
         step: what ran.
         run: its result; of a forward pass the site `"outputs"` is bad if an output is.
         outputs: the outputs of a forward pass, `None` if it raised.
+        far: of a pass in training mode, the layers whose moving statistics are wrong: the Keras
+            path of each moving variance, with a sentence.
     """
 
     step: ReplayableStep
     run: ReplayResult
     outputs: Any = None
+    far: Mapping[str, str] = {}
 
 
 def _examined(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
@@ -178,7 +184,7 @@ def _evidence(
     step: ReplayableStep, batch: Any, inference: _Pass, training: _Pass, shown: _Pass
 ) -> Evidence:
     """Return the evidence of one pass, with the results of both modes and the bad state."""
-    far, state, run = _far(step, batch[0][0]), TrainState.of(step.model, step.optimizers), shown.run
+    far, state, run = training.far, TrainState.of(step.model, step.optimizers), shown.run
     checked = (*state.trainable, *state.statistics, *state.slots)
     bad = [v.path for v in checked if not keras_variables.is_finite(v)]
     findings = [Finding("state", path=path) for path in bad]
@@ -206,10 +212,23 @@ def _evidence(
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     """Run the forward pass of a step's model once in one mode."""
-    model, seen = step.model, {}
+    model, seen, far = step.model, {}, dict[str, str]()
+    norms = keras_layers.batchnorms(model) if training else []
+    before, calls = [_moments(layer) for layer in norms], Counter[int]()
+
+    def counted(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls[id(layer)] += 1
+        return call(*args, **kwargs)
 
     def body(data: Any) -> Any:
-        seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
+        with Overrides() as overrides:
+            for layer in norms:  # training mode does not read their statistics, and adds to them
+                keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
+                keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
+                overrides.set(layer, "call", partial(counted, layer, layer.call))
+            seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
+        for layer, old in zip(norms, before):
+            far.update(_far(layer, old, calls[id(layer)]))
         return seen["outputs"]
 
     forward = ReplayableStep(body, model, step.optimizers, losses=_float_arrays)
@@ -217,7 +236,7 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     bad = run.first == "loss"  # the outputs, in place of losses
     place = run.origin.culprit if bad and run.origin is not None else ""
     run = replace(run, first="outputs" if bad else "", first_path=place)
-    return _Pass(forward, run, seen.get("outputs"))
+    return _Pass(forward, run, seen.get("outputs"), dict(far))
 
 
 def _float_arrays(outputs: Any) -> list[Any]:
@@ -233,37 +252,24 @@ def _plain(error: str) -> str:
     return plain_text(" ".join(text.split())).rstrip(".")
 
 
-def _far(step: ReplayableStep, x: Any) -> dict[str, str]:
-    """Return path and sentence of each moving variance whose layer's moving statistics are far from
-    those of the batch, as `recalibrate` estimates them.
-    """
-    norms = [layer for layer in keras_layers.batchnorms(step.model) if layer.trainable]
-    names = [name for layer in norms for name in (layer.path, layer.name)]
-    before = [_moments(layer) for layer in norms]
-    with step.preserved():
-        try:
-            recalibrate(step.model, [(x,)], only=names)
-        except Exception:  # noqa: BLE001  there is nothing to compare, or the batch is bad
-            return {}
-        compared = [_compared(layer, old, _moments(layer)) for layer, old in zip(norms, before)]
-    return {layer.moving_variance.path: text for layer, text in zip(norms, compared) if text}
-
-
 def _moments(layer: Any) -> tuple[finiteness.Array, finiteness.Array]:
     mean, variance = map(keras_variables.read, (layer.moving_mean, layer.moving_variance))
     return mean.astype(np.float64), variance.astype(np.float64)
 
 
-def _compared(
-    layer: Any,
-    before: tuple[finiteness.Array, finiteness.Array],
-    estimated: tuple[finiteness.Array, finiteness.Array],
-) -> str:
-    """Return a sentence if the moving statistics of a layer are far from the estimated ones."""
-    (mean, variance), (own_mean, own_variance) = before, estimated
-    if not own_variance.any():
-        return ""
-    own_variance = np.maximum(own_variance, 1e-12)
+def _far(
+    layer: Any, before: tuple[finiteness.Array, finiteness.Array], calls: int
+) -> dict[str, str]:
+    """Return path and sentence of the moving variance of a layer if its moving statistics are far
+    from those of the batch; else nothing.
+
+    A pass in training mode has just added the statistics of the batch to zeros, in each call.
+    """
+    share = 1.0 - float(layer.momentum) ** calls
+    (mean, variance), (own_mean, own_variance) = before, _moments(layer)
+    if share <= 0.0 or not layer.trainable or not own_variance.any():
+        return {}
+    own_mean, own_variance = own_mean / share, np.maximum(own_variance / share, 1e-12)
     with np.errstate(all="ignore"):
         ratio = np.maximum(variance, 1e-12) / own_variance
         away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
@@ -272,11 +278,13 @@ def _compared(
     )
     wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
-        return ""
+        return {}
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
-    return (
-        f"{layer.moving_variance.path} is far from the statistics of the batch in"
+    path = layer.moving_variance.path
+    sentence = (
+        f"{path} is far from the statistics of the batch in"
         f" {int(wrong.sum())} of {wrong.size} channels. Channel {worst} has moving mean"
         f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
         f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
     )
+    return {path: sentence}
