@@ -74,7 +74,7 @@ class Transaction:
 
     model: Any
     given: Any = None
-    """The arguments of the last execution, which later steps do not change."""
+    """The arguments of the last execution."""
 
     counted = False
     """Whether several steps may run before the host reads their verdicts, so that the steps count
@@ -91,6 +91,10 @@ class Transaction:
     """Whether the compiled step changes more than variables: an operation has a random generator of
     its own (`tf.random.normal`), or calls the host (`tf.print`).
     """
+
+    def batch(self, given: Any) -> Any:
+        """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""
+        return given
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
         """Return the verdicts of the steps from `start` to before `end`, if they are `counted`."""

@@ -208,7 +208,7 @@ class Incidents:
         run, findings = self._run, self._run.scan()
         if findings:
             run.recording.step(verdict)
-            report = Report(verdict, (), (), run.access.transaction.given)
+            report = Report(verdict, (), (), run.last_arguments())
             self.handle(self._incident(findings, run.step, verdict, report), report)
         return bool(findings)
 

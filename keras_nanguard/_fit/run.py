@@ -167,7 +167,7 @@ class Run:
             recorder, self.counts, self.recovery, policy, self.train_state
         )
         self.history = History()
-        self.recent = RecentBatches()
+        self.recent = RecentBatches(lambda arguments: self.access.transaction.batch(arguments))
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self._folder = self._snapshot_folder()
@@ -239,10 +239,17 @@ class Run:
         if self.recovery.active:
             self.plan("changes", self.step + 1)
 
+    def last_arguments(self) -> Any:
+        """Return the arguments of the last step as they were given; `None` if they are gone."""
+        transaction = self.access.transaction
+        return transaction.batch(transaction.given)
+
     def arguments_to_replay(self) -> Any:
-        """Return the arguments of the last step, `None` if it cannot be replayed."""
-        alone = processes.count() == 1 and self.access.can_run_again
-        return self.access.transaction.given if alone else None
+        """Return the arguments of the last step, `None` if they are gone or it cannot be
+        replayed.
+        """
+        gone = processes.count() > 1 or not self.access.can_run_again
+        return None if gone else self.last_arguments()
 
     # The train state
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import arrays as keras_arrays
+
+MOST_PARTS = 100
+"""Number of parts up to which a structure within an object of the user's is looked into."""
 
 MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
@@ -200,7 +203,9 @@ class Rerun(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A step, its arguments, and their bytes: 0 if the next entry has the same ones."""
+    """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry
+    has the same ones.
+    """
 
     step: int
     given: Any
@@ -209,14 +214,20 @@ class _Entry(NamedTuple):
 
 
 class RecentBatches:
-    """The arguments of the last committed steps, and of refused ones whose batch was good."""
+    """The arguments of the last committed steps, and of refused ones whose batch was good.
 
-    def __init__(self) -> None:
+    Args:
+        batch: returns the arguments of a step as they were given, from the form in which its
+            transaction stores them; `None` if they are gone.
+    """
+
+    def __init__(self, batch: Callable[[Any], Any]):
+        self._batch = batch
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
 
     def push(self, step: int, given: Any, refused: bool = False) -> None:
-        """Store the arguments of a step. Runs in every step.
+        """Store the arguments of a step, in the form of its transaction. Runs in every step.
 
         Those of a `refused` step may be replayed after a rollback.
         """
@@ -254,7 +265,7 @@ class RecentBatches:
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""
         entries = [e for e in self._entries if e.given is not None and not e.refused]
-        return [entry.given for entry in entries[-count:]]
+        return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
 
     def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
         """Return the steps from a snapshot to this one, `None` if not all are known."""
@@ -265,8 +276,11 @@ class RecentBatches:
             entry = entries.get(number)
             if entry is None:
                 return None
-            batches.append(entry.given)
-            if entry.refused and entry.given is not None:
+            args = None if entry.given is None else self._batch(entry.given)
+            if args is None and entry.given is not None:
+                return None
+            batches.append(args)
+            if entry.refused and args is not None:
                 refused.add(number)
         return Rerun(snapshot, tuple(batches), frozenset(refused))
 
@@ -291,7 +305,8 @@ def bytes_of(value: Any, levels: int = 2) -> int:
         batch = levels and hasattr(value, "__dict__") and not hasattr(value, "state_dict")
         if not batch or hasattr(value, "trainable_variables"):  # a module, a layer, an optimizer
             return 0
-        return sum(bytes_of(part, levels - 1) for part in vars(value).values())
+        parts = [part for part in vars(value).values() if _is_small(part)]
+        return sum(bytes_of(part, levels - 1) for part in parts)
     count = getattr(shape, "num_elements", None)
     if count is None:
         if not keras_arrays.is_convertible(value):
@@ -308,3 +323,8 @@ def bytes_of(value: Any, levels: int = 2) -> int:
     if number is None or not hasattr(value, "device"):  # sparse
         return sum(bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
     return int(number) * (int(value.dtype.size or 0) or 16)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a structure has few parts, unlike a vocabulary. Arrays count as one."""
+    return hasattr(value, "shape") or not hasattr(value, "__len__") or len(value) <= MOST_PARTS

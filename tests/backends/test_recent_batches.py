@@ -193,6 +193,8 @@ def test_bytes_of_structures():
     assert bytes_of((table, type("Odd", (), {"shape": "wide"})())) == 96
     graph = types.SimpleNamespace(store=types.SimpleNamespace(mapping={"x": array, "edges": [array]}))
     assert bytes_of(({"graph": graph}, network(), test_bytes_of_structures)) == 2 * 48
+    words = types.SimpleNamespace(index=dict.fromkeys(range(1000), array), x=array)
+    assert bytes_of(words) == 48, "a vocabulary is not searched in every step"
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -220,8 +222,7 @@ def test_a_buffer_that_is_written_over_does_not_change_them():
 
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX is a function of its state: its own test is in jax/test_step.py")
-@pytest.mark.parametrize("memory", ["NumPy", "own"] if BACKEND == "torch" else ["NumPy"])
-def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all(memory):
+def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
     x, y = data()
     model, found = network(**PLAIN), []
 
@@ -231,10 +232,11 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all(me
 
     guard = NanGuard(rules=[LOOK], verbose=0, diagnose=False, functions={"look": look})
     inputs = np.zeros((BATCH, 4), "float32")
+    shared = inputs
     if BACKEND == "torch":
         import torch
 
-        inputs = torch.zeros((BATCH, 4)) if memory == "own" else torch.from_numpy(inputs)
+        shared = torch.from_numpy(inputs)
 
     def train(x, y):
         return model.train_step((keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)))["loss"]
@@ -243,12 +245,25 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all(me
         step = guard.step(train)
         for number in range(9):
             rows = slice(number * BATCH, (number + 1) * BATCH)
-            inputs[:] = keras.ops.convert_to_tensor(x[rows]) if number != 7 else np.nan
-            step(inputs, y[rows])
+            inputs[:] = x[rows] if number != 7 else np.nan
+            step(shared, y[rows])
     ((steps, known),) = found
     assert steps == tuple(range(7)) and len(known) == 7
     for number, (args, _) in enumerate(known):
         np.testing.assert_array_equal(np.asarray(args[0]), x[number * BATCH : (number + 1) * BATCH])
+
+
+@pytest.mark.requires_backend("torch", reason="only tensors of torch can be written to")
+def test_a_tensor_that_was_overwritten_is_dropped():
+    import torch
+
+    from keras_nanguard._backends.torch.step import Given
+
+    x = torch.ones(3)
+    given = Given.of((x,))
+    assert given == (x,) and given.is_unchanged
+    x.add_(1)
+    assert not given.is_unchanged
 
 
 @pytest.mark.daily(*DAILY)

@@ -130,7 +130,7 @@ def _undo_log(facts: Facts, parts: Parts, learned: Learned, is_compiled: bool) -
     if is_compiled:
         uncounted, kept = [*uncounted, *parts.small_state, *kept], []
     log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
-    if is_compiled or not undoes_updates:
+    if learned.adds_by_hand is not False:
         log.keep_gradients()
     attributes = parts.attributes(every=learned.is_fresh)
     log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))

@@ -87,6 +87,7 @@ def run(begun: Begun, args: Sequence[Any]) -> Ran:
     def on_update(record: Update) -> None:
         nonlocal keeps_undo, at_update, after_update, judged
         record.build()  # as Keras would, so that its variables are noted
+        log.note_gradients()
         if not record.evaluates:
             log.keep_gradients()
         if not (updates or facts.stock):
@@ -110,6 +111,7 @@ def run(begun: Begun, args: Sequence[Any]) -> Ran:
             after_update = begun.versions_now()
 
     def around_backward() -> contextlib.AbstractContextManager[None]:
+        log.note_gradients()
         log.keep_gradients()
         return watch.around_backward()
 

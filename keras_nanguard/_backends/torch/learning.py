@@ -24,6 +24,8 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
     by_hand += [*_not_updated(begun.written(), ran.updates), *_assigned(begun)]
     uncounted += _not_updated(begun.written_uncounted(), ran.updates)
     continues = _continues(begun, ran)
+    begun.log.note_gradients()
+    adds = begun.log.adds_by_hand
     is_one_of_several = begun.facts.run.agreement.count > 1
     return replace(
         before,
@@ -35,6 +37,7 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
         unread={},
         continues=continues,
         uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
+        adds_by_hand=before.adds_by_hand or (before.adds_by_hand if adds is None else adds),
     )
 
 

@@ -46,6 +46,9 @@ class Learned(interface.Learned):
             end only; or in a way in which it must not wait for other processes before. `None` until
             it has updated. A body with several optimizers may.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
+        adds_by_hand: whether the body adds to the gradients that it finds without a backward pass
+            that is seen (`p.grad += new`, a compiled body), so that they are kept before each step.
+            `None` until it has found some.
     """
 
     keeps_undo: bool = True
@@ -54,6 +57,7 @@ class Learned(interface.Learned):
     continues: bool | None = None
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     uncounted: Mapping[int, Any] = field(default_factory=dict)
+    adds_by_hand: bool | None = None
 
     @property
     def is_fresh(self) -> bool:

@@ -31,13 +31,7 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.shared.batches import (
-    MAX_BYTES,
-    losses_in_logs,
-    owned,
-    scalars,
-    with_arrays,
-)
+from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.begun import Begun, Facts
 from keras_nanguard._backends.torch.intercept import Intercept
@@ -50,15 +44,40 @@ REFRESH = 100
 """Steps between two later readings of the train state."""
 
 
-def _kept(value: Any) -> Any:
-    """Return an argument that later steps cannot change: a copy, unless it is too large for the
-    batches in memory. A parameter stays itself, because a step that runs again is to write it.
+class Given(tuple[Any, ...]):
+    """The arguments of one step, kept until later steps need them.
+
+    A tensor that shares its memory with a NumPy array, or with another process, is copied, because
+    its owner may overwrite it unnoticed. So is a tensor of `torch.inference_mode`, which counts no
+    writes. Any other tensor counts the writes to it, so changes are detected.
+
+    Attributes:
+        versions: each of these other tensors, with its version when it was given.
     """
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
-        return owned(value)
-    if value.layout != torch.strided or value.nbytes > MAX_BYTES:
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+
+    versions: list[tuple[Any, int]]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> Given:
+        """Return these arguments, kept."""
+        versions: list[tuple[Any, int]] = []
+
+        def held(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                return owned(value)
+            if value.is_inference() or not value.untyped_storage().resizable():
+                return value.detach().clone()
+            versions.append((value, value._version))
+            return value
+
+        given = cls(with_arrays(held, args))
+        given.versions = versions
+        return given
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether none of them was written since."""
+        return all(value._version == version for value, version in self.versions)
 
 
 class Transaction(interface.Transaction):
@@ -114,7 +133,7 @@ class Transaction(interface.Transaction):
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
             self.parts = self._facts.read_parts()
-        self.given = with_arrays(_kept, args)
+        self.given = Given.of(args)
         begun = Begun.of(self._facts, self.parts, learned, self._intercept())
         try:
             outputs, self.verdict, self.learned = self._complete(begun, args)
@@ -169,6 +188,9 @@ class Transaction(interface.Transaction):
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
         return bool(unread) and not are_finite(unread, self._facts.read_parts())
+
+    def batch(self, given: Given) -> Any:
+        return tuple(given) if given.is_unchanged else None
 
     def take_reports(self) -> list[Report]:
         reports, self.reports = self.reports, []

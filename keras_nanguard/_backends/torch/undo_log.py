@@ -83,6 +83,8 @@ class UndoLog:
         kept: the tensors that are restored, by their `id`.
         gradients: each tensor of `holders` whose gradient is kept, with this gradient. `None` until
             the step has added to one, or used one.
+        adds_by_hand: whether the step has written a gradient that it has found, before its first
+            backward pass or update that is seen. `None` if it has found none, or is not so far.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
     """
 
@@ -97,7 +99,9 @@ class UndoLog:
         self.kept: dict[int, Kept] = {}
         self.gradients: list[tuple[Any, Any]] | None = None
         # A step that clears them first is to release their memory.
-        self._found = [(p, TensorWeakRef(p.grad)) for p in holders if p.grad is not None]
+        found = [(p, p.grad) for p in holders if p.grad is not None]
+        self._found = [(p, TensorWeakRef(grad), local(grad)._version) for p, grad in found]
+        self.adds_by_hand: bool | None = None
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
@@ -118,10 +122,22 @@ class UndoLog:
             known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
         return known
 
+    def note_gradients(self) -> None:
+        """Note whether the step has written the gradients that it has found. Of those that are kept
+        already forget the ones that it has cleared or replaced.
+        """
+        if self.adds_by_hand is not None or not self._found:
+            return
+        found = [(p, ref(), version) for p, ref, version in self._found]
+        written = {id(g) for _, g, v in found if g is not None and local(g)._version != v}
+        self.adds_by_hand = bool(written)
+        if self.gradients is not None:
+            self.gradients = [(p, g) for p, g in self.gradients if p.grad is g or id(g) in written]
+
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
         if self.gradients is None:
-            pairs = [(p, p.grad, found) for p, found in self._found]
+            pairs = [(p, p.grad, found) for p, found, _ in self._found]
             self.gradients = [(p, g) for p, g, found in pairs if g is not None and found() is g]
             for _, gradient in self.gradients:
                 self.keep(local(gradient))
@@ -130,11 +146,11 @@ class UndoLog:
         """Restore the gradients that are kept; for all other tensors leave none. A bad sum, which
         no later step could correct, is dropped.
         """
-        if self.gradients is None:
-            return
+        self.note_gradients()
+        self.keep_gradients()
         for holder in holders:
             holder.grad = None
-        for holder, gradient in self.gradients:
+        for holder, gradient in self.gradients or ():
             if reductions.are_finite([self.kept[id(local(gradient))].value]):
                 holder.grad = gradient
 

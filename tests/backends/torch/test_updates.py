@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from functools import partial
@@ -255,6 +256,50 @@ def test_gradients_of_functions_that_torch_transforms(bad):
     compared(make, bad)
 
 
+class LineSearch(torch.optim.SGD):
+    """Halves its step until the loss falls; the first steps overflow."""
+
+    def step(self, closure):
+        loss = closure()
+        params = self.param_groups[0]["params"]
+        before, grads = [p.detach().clone() for p in params], [p.grad.clone() for p in params]
+        size = 1e39
+        with torch.no_grad():
+            while size > 1e-6:
+                for p, start, grad in zip(params, before, grads):
+                    p.copy_(start - size * grad)
+                with torch.enable_grad():
+                    now = closure()
+                if now < loss:
+                    break
+                size *= 1e-3
+        return loss
+
+
+def test_trials_of_a_line_search_are_not_its_loss():
+    """They may overflow in a healthy step."""
+    trials = []
+
+    def make():
+        net = network()
+        optimizer = LineSearch(net.parameters(), 0.1)
+
+        def step(batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                trials.append(loss.item())
+                return loss
+
+            return optimizer.step(closure)
+
+        return net, [optimizer], step, []
+
+    compared(make, ())
+    assert not all(map(math.isfinite, trials))
+
+
 def test_gradients_of_a_trial_of_a_line_search():
     """They may overflow in a healthy step, which then does not move."""
     ends = []
@@ -417,6 +462,101 @@ def delayed():
 def test_gradients_that_the_next_step_uses(bad):
     """A refused step leaves those of the good step before it."""
     compared(delayed, bad)
+
+
+def later(first):
+    """Adds up the gradients of two steps each, from the good step `first` on."""
+
+    def make():
+        net, done = network(), []
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch):
+            number = len(done) - first
+            if number < 0 or number % 2 == 0:
+                optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if number < 0 or number % 2 == 1:
+                optimizer.step()
+            done.extend([batch] if batch.isfinite().all() else [])
+
+        return net, [optimizer], step, []
+
+    return make
+
+
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_a_loop_that_adds_up_gradients_from_a_later_step_on(first):
+    """A refused step leaves the sum of the good steps before it."""
+    compared(later(first), (2, 5, 6, 9))
+
+
+def adding_up(adds):
+    """Adds up the gradients of two steps each, by a backward pass or by hand."""
+
+    def make():
+        net, done = network(), [0]
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch, updates):
+            loss = loss_of(net, batch)
+            if adds == "backward":
+                loss.backward()
+            else:
+                news = torch.autograd.grad(loss, list(net.parameters()))
+                for p, new in zip(net.parameters(), news):
+                    if p.grad is None:
+                        p.grad = new
+                    else:
+                        p.grad += new
+            if updates:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        def counted(batch):
+            loss = step(batch, done[0] % 2 == 1)
+            done[0] += bool(batch.isfinite().all())
+            return loss
+
+        return net, [optimizer], counted, []
+
+    return make
+
+
+@pytest.mark.parametrize("bad", [(0,), (1, 2), (3, 6)])
+@pytest.mark.parametrize("adds", ["backward", "by hand"])
+def test_gradients_that_a_step_adds_up_in_any_way(adds, bad):
+    """A refused step leaves the sum of the good steps before it."""
+    compared(adding_up(adds), bad)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 4])
+def test_gradients_that_a_compiled_step_adds_up(bad):
+    """The same; torch shows no backward pass of a compiled step."""
+    ends = []
+    for guarded in (True, False):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def step(batch, updates, net=net, optimizer=optimizer):
+            loss = loss_of(net, batch)
+            loss.backward()
+            if updates:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        compiled, guard = torch.compile(step, backend="eager"), NanGuard(verbose=0)
+        with guard.watch(net, optimizer) if guarded else contextlib.nullcontext():
+            run = guard.step(compiled) if guarded else compiled
+            for number, batch in enumerate(BATCHES[:8]):
+                if guarded and number == bad:
+                    run(batch * math.nan, number % 2 == 1)
+                run(batch, number % 2 == 1)
+        assert [incident.step for incident in guard.incidents] == [bad] * guarded
+        ends.append(list(net.parameters()))
+    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(*ends))  # another compiler
 
 
 @pytest.mark.parametrize("bad", [(0, 2), (1, 5, 6, 9)])
