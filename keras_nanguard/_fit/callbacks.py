@@ -170,8 +170,8 @@ class Firewall:
 
     The whole state is checked before each save of a model. Callbacks of Keras that compare values
     do not use one that is not finite, or that no step has measured, as the best one. A `CSVLogger`
-    that appends to a file writes the columns that the file has. All callbacks and History receive
-    the logs unchanged.
+    that appends to a file receives those logs of the guard that the file has columns for. All other
+    callbacks and History receive the logs unchanged.
 
     Args:
         session: the `Session`; its policy acts on the state before the file is written.
@@ -225,7 +225,8 @@ class Firewall:
         """Return a method of a callback that compares, without values that it may not use.
 
         They receive it, and a comparison that is never true: it counts as no improvement. If no
-        step has measured it, they do not wait for one either.
+        step has measured it, their patience does not shrink either. A metric that is not finite
+        beside a finite loss is meant so, and treated as in Keras.
         """
         real = getattr(callback, name)
         first: int | None = None
@@ -237,14 +238,17 @@ class Firewall:
             value = logs.get(key) if logs and isinstance(key, str) else None
             known = _number(value)
             unmeasured = seen.unmeasured | seen.failed
-            if known is None or (math.isfinite(known) and key not in unmeasured):
+            usable = known is None or math.isfinite(known) or _is_meant(key, logs)
+            if usable and key not in unmeasured:
                 return real(number, logs)
             with Overrides() as changed:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
-                if key in unmeasured and hasattr(callback, "wait"):
-                    changed.set(callback, "wait", callback.wait - 1)
+                for name in ("wait", "cooldown_counter") if key in unmeasured else ():
+                    if hasattr(callback, name):
+                        changed.set(callback, name, getattr(callback, name))
+                        changed.set(callback, "patience", math.inf)
                 real(number, logs)
             if number == first and hasattr(callback, "wait"):
                 callback.wait = 0  # as in Keras, which begins to wait after the first value
@@ -252,20 +256,34 @@ class Firewall:
         return guarded
 
 
-def _in_columns(log: Any) -> Callable[..., Any]:
-    """Return `CSVLogger.on_epoch_end` for a file that exists: it writes the columns of that file.
+def _is_meant(key: Any, logs: Mapping[str, Any]) -> bool:
+    """Whether the loss beside a metric is finite: that of the validation, or of training."""
+    loss = _number(logs.get("val_loss" if str(key).startswith("val_") else "loss"))
+    return loss is not None and math.isfinite(loss)
 
-    Otherwise it writes the logs of its first epoch in the order of their names.
+
+def _in_columns(log: Any) -> Callable[..., Any]:
+    """Return `CSVLogger.on_epoch_end` for a file that exists: with the guard's logs of its header.
+
+    It appends the logs of its first epoch in the order of their names, whatever the header.
     """
     real = log.on_epoch_end
 
     def guarded(epoch: int, logs: Any = None) -> Any:
-        if log.keys is None:
-            with contextlib.suppress(OSError, csv.Error, ValueError), open(log.filename) as file:
-                log.keys = next(csv.reader(file, delimiter=log.sep), [])[1:] or None
+        columns = [] if log.keys is not None else _header(log)
+        if columns:
+            own = {key: "NA" for key in columns if _is_own(key)}
+            logs = own | {k: v for k, v in (logs or {}).items() if k in own or not _is_own(k)}
         return real(epoch, logs)
 
     return guarded
+
+
+def _header(log: Any) -> list[str]:
+    """Return the columns of the file of a `CSVLogger`, none if it is empty or not a local file."""
+    with contextlib.suppress(OSError, csv.Error, UnicodeDecodeError), open(log.filename) as file:
+        return next(csv.reader(file, delimiter=log.sep), [])
+    return []
 
 
 # Results that are not finite

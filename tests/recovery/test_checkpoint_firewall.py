@@ -139,6 +139,26 @@ def test_nan_of_the_validation_is_never_best(tmp_path, guard_first, mode):
     assert saved[0].startswith("2-") and "nan" not in "".join(saved)
 
 
+def test_a_metric_that_is_meant_to_be_nan_is_compared_as_in_keras(tmp_path):
+    """0/0 beside a finite loss: the same files and the same end as without the guard."""
+
+    def undefined(y_true, y_pred):
+        return 0.0 * keras.ops.mean(y_pred) / 0.0
+
+    ends = []
+    for name, guards in (("stock", []), ("ours", [NanGuard(verbose=0)])):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "{epoch}.weights.h5"
+        best = {"mode": "max", "monitor": "val_undefined"}
+        kept = keras.callbacks.ModelCheckpoint(path, save_best_only=True, save_weights_only=True, **best)
+        stops = keras.callbacks.EarlyStopping(patience=2, **best)
+        data, model = zoo.regression(), zoo.plain(metrics=[undefined])
+        options = {"epochs": 6, "verbose": 0, "validation_data": data.all}
+        history = model.fit(*data.all, callbacks=[kept, stops, *guards], **options)
+        ends.append((len(history.epoch), sorted(p.name for p in (tmp_path / name).iterdir())))
+    assert ends[0] == ends[1]
+
+
 def test_rate_is_not_lowered_for_a_nan():
     """`ReduceLROnPlateau` would never find a better loss than a NaN that it has seen."""
 

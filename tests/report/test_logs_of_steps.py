@@ -230,10 +230,11 @@ def test_nothing_measured_is_never_the_best(tmp_path, monitor, mode):
     assert not any(name.startswith(f"{monitor}-1-") for name in saved[1]) and len(saved[0]) == len(saved[1]) > 1
 
 
-def test_patience_does_not_shrink_without_measurements():
+@pytest.mark.parametrize("patience", [0, 1])
+def test_patience_does_not_shrink_without_measurements(patience):
     """In the two epochs before the first committed step nothing could improve."""
-    waiting = keras.callbacks.EarlyStopping("mae", patience=1)
-    lowering = keras.callbacks.ReduceLROnPlateau("mae", patience=1)
+    waiting = keras.callbacks.EarlyStopping("mae", patience=patience)
+    lowering = keras.callbacks.ReduceLROnPlateau("mae", patience=patience)
     history, _ = trained((0, 1), NanGuard(verbose=0, diagnose=False), waiting, lowering)
     assert len(history["mae"]) == 4 and len(set(history["learning_rate"][:3])) == 1
 

@@ -159,16 +159,6 @@ class Drawn(layers.Layer):
         return inputs * (1 + 0.1 * self.numpy.random() + 0.1 * self.python.random())
 
 
-class Undefined(keras.metrics.Metric):
-    """A metric that is NaN in each validation, such as a recall without positives."""
-
-    def update_state(self, *args, **kwargs):
-        pass
-
-    def result(self):
-        return float("nan")
-
-
 class Drawing(keras.utils.PyDataset):
     """Draws from the global generator at each read."""
 
@@ -178,6 +168,14 @@ class Drawing(keras.utils.PyDataset):
     def __getitem__(self, index):
         rows = np.random.randint(0, len(X), 8)
         return X[rows], Y[rows]
+
+
+class WithNaN(Drawing):
+    """Its third batch has NaN."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (x * np.nan if index == 2 else x), y
 
 
 class Calls(layers.Layer):
@@ -192,14 +190,14 @@ class Calls(layers.Layer):
 
 
 def test_diagnosis_of_a_validation():
-    """A validation metric that is NaN has its data read and the model called again."""
+    """If the loss of a validation is NaN, its data are read and the model is called again."""
     ends = []
     for callbacks in ([], [NanGuard(verbose=0)]):
         keras.utils.set_random_seed(0)
         body = [Calls(), layers.Dense(4), layers.Dropout(0.5), layers.Dense(1)]
         model = keras.Sequential([keras.Input((4,)), *body])
-        model.compile("sgd", "mse", metrics=[Undefined(name="undefined")])
-        options = {"validation_data": Drawing(), "epochs": 3, "verbose": 0}
+        model.compile("sgd", "mse")
+        options = {"validation_data": WithNaN(), "epochs": 3, "verbose": 0}
         history = model.fit(Drawing(), callbacks=callbacks, **options).history
         ends.append([*model.get_weights(), np.random.random(), history["val_loss"]])
     assert callbacks[0].incidents
