@@ -112,10 +112,10 @@ def recalibrate(given: argparse.Namespace) -> int:
     from keras_nanguard._files.loading import data_arrays, load_model, save_model
     from keras_nanguard._files.repair import checked_output
 
-    inputs, _ = data_arrays(given.data)
-    model = load_model(given.path)
     new = {"overwrite": given.overwrite, "extension": ".keras"}
     path = checked_output(given.path, given.output, **new)
+    inputs, _ = data_arrays(given.data)
+    model = load_model(given.path)
     from keras_nanguard._files.recalibrate import recalibrate as estimate
 
     with _taking_data(given.data):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current, processes
+from keras_nanguard._backends.shared.attach import LoopStep
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
@@ -132,7 +133,8 @@ class Explainer:
     def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
         """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
         try:
-            batch = self.run.access.transaction.given
+            transaction = self.run.access.transaction
+            batch = None if transaction.given is None else transaction.batch(transaction.given)
             return explained(self.run.model, str(error), batch)
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
@@ -226,7 +228,7 @@ def _start(run: RunView) -> Start | None:
 
 
 def _reads_iterator(run: RunView) -> bool:
-    return run.access.transaction.model is None and reads_iterator(run.access.transaction.replayed)
+    return isinstance(run.access, LoopStep) and reads_iterator(run.access.transaction.replayed)
 
 
 def step_of(run: RunView) -> ReplayableStep:

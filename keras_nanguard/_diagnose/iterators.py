@@ -25,10 +25,10 @@ def reads_iterator(function: Any) -> bool:
 
 def _referred(function: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     """Yield the objects that a function refers to."""
-    owner = getattr(function, "__self__", None)
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
+    owner = getattr(function, "__self__", None)
     function = getattr(function, "python_function", function)  # of a `tf.function`
     function = getattr(function, "__wrapped__", function)
     plain = getattr(function, "__func__", function)

@@ -43,7 +43,7 @@ TRIAL_STEPS = 6
 EARLY = 50
 """Step up to which a failure counts as one of the first steps."""
 
-MAX_HALVINGS = 8
+MAX_HALVINGS = 16
 """Maximum number of times that a batch is halved in the search for a row."""
 
 

@@ -224,6 +224,7 @@ def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) 
 
 def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs from arrays, or from an iterable of batches."""
+    data = data.to_numpy() if hasattr(data, "to_numpy") else data  # a table of pandas
     arrays, listed = keras.tree.flatten(data), isinstance(data, (list, tuple))
     are_batches = listed and all(isinstance(item, (list, tuple)) for item in data)
     are_arrays = all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays)

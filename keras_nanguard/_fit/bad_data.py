@@ -144,7 +144,8 @@ class BadRows:
             return f"row {mark[:12]}"
         if self._ids is None or isinstance(self._ids, str) or place >= len(self._ids):
             return f"x[{place}]"
-        return _name(self._ids[place])
+        by_place = getattr(self._ids, "iloc", self._ids)  # a table of pandas has its own labels
+        return _name(by_place[place])
 
     def line(self) -> str:
         """Return the line with all bad rows, `""` if there is no new one since the last line."""

@@ -174,12 +174,16 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if context.restart is not None:
         factor = min(factor, context.restart.rate_factor)
     changed, rebuild = [], False
-    for optimizer in run.train_state().optimizers:
-        failed = context.rates_before.get(id(optimizer), 0.0)
-        before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
-        rebuild |= retrace
-        if after < before:
-            changed.append(Lowered(optimizer.name, before, after))
+    try:
+        for optimizer in run.train_state().optimizers:
+            failed = context.rates_before.get(id(optimizer), 0.0)
+            before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
+            rebuild |= retrace
+            if after < before:
+                changed.append(Lowered(optimizer.name, before, after))
+    except BaseException:  # a schedule of the user's own may raise
+        undo()
+        raise
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
     if rebuild:

@@ -49,7 +49,7 @@ class Snapshot(Record):
 
 
 def _off(value: Any) -> Any:
-    return () if value in ("off", False) else value
+    return () if value is False or value == "off" else value
 
 
 def _or_off(actions: tuple[Action, ...]) -> Any:

@@ -51,6 +51,7 @@ READS = {
     "a counter": enclosing(itertools.count()),
     "an attribute": Owner(feed=iter(ROWS)).step,
     "an argument of partial": functools.partial(of_list, iter(ROWS)),
+    "a method in a partial": functools.partial(Owner(feed=iter(ROWS)).step),
     "below a decorator": functools.wraps(of_global)(lambda: None),
     "below a tf.function": types.SimpleNamespace(python_function=of_global),
 }

@@ -121,6 +121,7 @@ def test_any_source_of_batches_will_do(keras):
     warnings.filterwarnings("error", "The structure of")  # more inputs than the model has
     for data in (
         x,
+        pytest.importorskip("pandas").DataFrame(x),
         Data(),
         ((x[i : i + 10], 0) for i in range(0, 40, 10)),
         [(x[:10], 0), (x[10:40], 0)],

@@ -339,7 +339,9 @@ def test_a_circular_dict_is_rejected():
 
 
 def test_numbers_and_words_of_yaml():
-    """`1e-7` is a number, and `off` without quotes is `off`."""
+    """`1e-7` is a number, and `off` without quotes is `off`; 0 is not."""
+    with pytest.raises(PolicyError):
+        Policy.load({"divergence": {"action": 0}})
     text = "lower_lr: {min_lr: 1e-7}\ndivergence: {action: off}\n"
     policy = loaded(text, ".yaml")
     assert policy.lower_lr.min_lr == 1e-7 and policy.divergence.action == ()

@@ -189,6 +189,9 @@ def test_names_of_the_user():
     names = [f"scan-{row}.png" for row in range(ROWS)]
     guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=names), batch_size=BATCH, epochs=1)
     assert {sample.label for sample in guard.bad_samples()} == {names[row] for row in BAD}
+    table = pytest.importorskip("pandas").Series(names[::-1], index=range(ROWS)[::-1])  # by place, not by label
+    guard = found(dense(), x, y, NanGuard(verbose=0, sample_ids=table), batch_size=BATCH, epochs=1)
+    assert {sample.label for sample in guard.bad_samples()} == {names[::-1][row] for row in BAD}
     keyed = {"a": x, "id": np.arange(1000, 1000 + ROWS).astype("int32")}
     guard = found(dense(a=(6,)), Sequence(keyed, y), None, NanGuard(verbose=0, sample_ids="id"), epochs=2)
     assert {sample.label for sample in guard.bad_samples()} == {str(1000 + row) for row in BAD}

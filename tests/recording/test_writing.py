@@ -12,6 +12,7 @@ import pytest
 from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
+from keras_nanguard._recording.database import Memory
 
 pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
@@ -65,6 +66,58 @@ def test_a_copy_continues_the_file(tmp_path, how):
     same(other.recording, Recording.read(tmp_path))
     made.begin({}, scaled=True, path=tmp_path / NAME)
     assert "in use by another run" in made.problem() and len(Recording.read(tmp_path)) == 15
+
+
+@pytest.mark.parametrize("method", ["note", "_fold"])
+def test_a_lack_of_memory_in_a_step(tmp_path, method):
+    """Told once, nothing is written until the next fit, which writes all and tells new ones."""
+    made = begun(tmp_path, steps=3)
+    assert flushed(made)
+    with failing(made, method):
+        made._due = 0.0
+        made.push(3, 1.0, 1.0, 1.0)
+    assert made.problem() == "recording.sqlite is not written: MemoryError" and made.problem() == ""
+    push(made, 3, 4)
+    made.end("finished", 7, 0)
+    assert len(made.recording) == 7 and len(Recording.read(tmp_path)) == 3
+    made.begin({}, scaled=True, path=tmp_path / NAME)
+    push(made, 5)
+    assert flushed(made)
+    same(made.recording, Recording.read(tmp_path))
+    with failing(made, method, ZeroDivisionError("division by zero")):
+        made._due = 0.0
+        made.push(5, 1.0, 1.0, 1.0)
+    assert made.problem() == "recording.sqlite is not written: division by zero"
+    push(made, 3, 6)
+    made.end("finished", 9, 0)
+    assert len(Recording.read(tmp_path)) == 12
+
+
+CALLS = {
+    "place": lambda made: made.place(3, 1, 3),
+    "rate": lambda made: made.rate(0.1),
+    "undo": lambda made: made.undo(0),
+    "note": lambda made: made.note(epochs=3),
+    "event": lambda made: made.event("snapshot", 3, 0),
+    "sample": lambda made: made.sample(BadSample("x[7]", 7, "ab" * 32, 1, (3,), "1 NaN of 8 in x")),
+    "epoch_means": lambda made: made.epoch_means(0),
+    "begin": lambda made: made.begin({}, scaled=True, path=None),
+    "end": lambda made: made.end("finished", 3, 0),
+    "end_with_process": lambda made: made.end_with_process(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lack_of_memory_between_two_steps(tmp_path, call):
+    """Training goes on, the reason is told after it, and the next fit writes what is in memory."""
+    made = begun(tmp_path, steps=3)
+    with failing(Memory, "run"):
+        CALLS[call](made)
+    made.end("finished", 3, 0)
+    assert made.problem() == "recording.sqlite is not written: MemoryError"
+    another_fit(made, tmp_path)
+    assert made.problem() == ""
+    same(made.recording, Recording.read(tmp_path))
 
 
 def test_values_of_any_kind(tmp_path):

@@ -278,6 +278,33 @@ class TestLowerLr:
         assert factors == pytest.approx([0.1] * 3)
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
+    def test_a_second_schedule_that_cannot_be_read(self):
+        """Then no rate is lowered, and the action is skipped with the reason."""
+        inside = []
+
+        class InStep(schedules.LearningRateSchedule):
+            def __call__(self, step):
+                if not inside:
+                    raise RuntimeError("outside of a step")
+                return 0.25
+
+        class Two(keras.Sequential):
+            def train_step(self, data):
+                inside.append(1)
+                loss = super().train_step(data)
+                self.second.apply([ops.ones((1, 1))], self.trainable_variables)
+                inside.clear()
+                return loss
+
+        model = Two([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        model.second = keras.optimizers.SGD(InStep())
+        model.compile(keras.optimizers.SGD(0.5), loss=lambda y, p: ops.mean(p), run_eagerly=True)
+        guard = acting("lower_lr")
+        walk(model, guard, 4)
+        ((step, status, reason),) = outcomes(guard, "lower_lr")
+        assert (step, status) == (4, "skipped") and "outside of a step" in reason
+        assert float(model.optimizer.learning_rate.numpy()) == 0.5
+
     def test_min_lr(self):
         """A rate never falls below min_lr, a lower one stays, and no effect means skipped."""
         guard = acting({"lower_lr": {"factor": 0.1, "min_lr": 0.2}})

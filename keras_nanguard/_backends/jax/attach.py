@@ -217,14 +217,14 @@ class LoopStep(attach.LoopStep):
             jit=compiled,
         )
 
-    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Any]:
+    def __call__(self, state: Any, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Run one step; return its outputs and the state to continue with."""
         previous = self.state
         if self.variables is None:
             self.variables = _owners(state, self.run)
         self.state, self.synced = state, False
         self.session.before(written=state is not previous)
-        return self._run(batch, {}), self._taken()
+        return self._run(batch, kwargs), self._taken()
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         computed, verdict = self.transaction(self._taken(), args, kwargs)

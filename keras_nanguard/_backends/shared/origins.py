@@ -11,6 +11,7 @@ that turns them into NaN (a softmax over a fully masked row) is the origin.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -67,7 +68,7 @@ _LIBRARIES = (
     "functools.py",
 )
 
-_OURS = str(Path(__file__).parents[2])
+_OURS = str(Path(__file__).parents[2]) + os.sep
 """The folder of this package."""
 
 

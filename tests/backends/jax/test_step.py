@@ -426,6 +426,23 @@ def batches(bad=()):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
+def test_a_step_of_a_loop_takes_arguments_by_name(compiled):
+    """As without the guard; a bad step is refused, too."""
+    loop, guard = Loop(), NanGuard(verbose=0)
+    step = jax.jit(loop.step) if compiled else loop.step
+    state = plain = loop.state
+    with guard.watch(loop.model, loop.optimizer):
+        run = guard.step(step)
+        for x, y in batches()[:3]:
+            loss, state = run(state, x, y=y)
+            expected, plain = step(plain, x, y=y)
+            assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+        _, state = run(state, np.nan * x, y=y)
+    zoo.assert_same(jax.tree_util.tree_leaves(plain), jax.tree_util.tree_leaves(state), 1e-5)
+    assert guard.incidents[0].diagnosis.cause == "input_nonfinite"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 def test_steps_of_a_loop_after_the_end_of_training(compiled, capsys):
     """They return the state that they receive, and the loop is told."""
     loop, guard = Loop(), NanGuard("stop")
