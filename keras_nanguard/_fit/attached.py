@@ -19,6 +19,7 @@ from keras_nanguard._fit.callbacks import (
     bad_arrays,
     bad_metrics,
     diagnosed,
+    has_finite,
     hide_from_progress_bar,
     numbers,
 )
@@ -185,11 +186,11 @@ class Attached:
 
     def end_test(self, logs: Any) -> None:
         """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
-        BatchNormalization statistics. With a finite loss a metric is only mentioned: it may be
-        meant so, as 0/0 without positives.
+        BatchNormalization statistics. A metric beside a finite loss is only mentioned; see
+        `callbacks.has_finite`.
         """
         bad = bad_metrics(logs)
-        if math.isfinite(numbers(logs).get("loss", math.nan)):
+        if has_finite(logs, "loss"):
             prefix = "val_" if self.training else ""
             for finding in bad:
                 self._tell_of_metric(prefix + finding.path, finding.value)

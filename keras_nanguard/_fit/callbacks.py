@@ -69,6 +69,14 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def has_finite(logs: Any, key: str) -> bool:
+    """Whether there is a log of this name that is a finite number. A metric that is not finite
+    beside a finite loss may be meant so, as 0/0 without positives.
+    """
+    number = _number((logs or {}).get(key))
+    return number is not None and math.isfinite(number)
+
+
 def hide_from_progress_bar(callbacks: Any) -> None:
     """Hide the guard's logs from the progress bar, except for a number of refused steps."""
     for callback in getattr(callbacks, "callbacks", ()):
@@ -225,8 +233,8 @@ class Firewall:
         """Return a method of a callback that compares, without values that it may not use.
 
         They receive it, and a comparison that is never true: it counts as no improvement. If no
-        step has measured it, their patience does not shrink either. A metric that is not finite
-        beside a finite loss is meant so, and treated as in Keras.
+        step has measured it, their patience does not shrink either. A metric beside a finite loss
+        is treated as in Keras; see `has_finite`.
         """
         real = getattr(callback, name)
         first: int | None = None
@@ -238,28 +246,23 @@ class Firewall:
             value = logs.get(key) if logs and isinstance(key, str) else None
             known = _number(value)
             unmeasured = seen.unmeasured | seen.failed
-            usable = known is None or math.isfinite(known) or _is_meant(key, logs)
+            loss = "val_loss" if str(key).startswith("val_") else "loss"
+            usable = known is None or math.isfinite(known) or has_finite(logs, loss)
             if usable and key not in unmeasured:
                 return real(number, logs)
             with Overrides() as changed:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
-                for name in ("wait", "cooldown_counter") if key in unmeasured else ():
-                    if hasattr(callback, name):
-                        changed.set(callback, name, getattr(callback, name))
-                        changed.set(callback, "patience", math.inf)
+                if key in unmeasured and hasattr(callback, "patience"):
+                    changed.set(callback, "patience", math.inf)
+                    for name in {"wait", "cooldown_counter"} & vars(callback).keys():
+                        changed.set(callback, name, getattr(callback, name))  # to restore it
                 real(number, logs)
             if number == first and hasattr(callback, "wait"):
                 callback.wait = 0  # as in Keras, which begins to wait after the first value
 
         return guarded
-
-
-def _is_meant(key: Any, logs: Mapping[str, Any]) -> bool:
-    """Whether the loss beside a metric is finite: that of the validation, or of training."""
-    loss = _number(logs.get("val_loss" if str(key).startswith("val_") else "loss"))
-    return loss is not None and math.isfinite(loss)
 
 
 def _in_columns(log: Any) -> Callable[..., Any]:

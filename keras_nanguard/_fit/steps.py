@@ -302,11 +302,14 @@ def bytes_of(value: Any, levels: int = 2) -> int:
     if shape is None:
         if isinstance(value, Mapping):
             return sum(bytes_of(part, levels) for part in value.values())
-        batch = levels and hasattr(value, "__dict__") and not hasattr(value, "state_dict")
-        if not batch or hasattr(value, "trainable_variables"):  # a module, a layer, an optimizer
-            return 0
-        parts = [part for part in vars(value).values() if _is_small(part)]
-        return sum(bytes_of(part, levels - 1) for part in parts)
+        held, kind = getattr(value, "__dict__", None), type(value)  # a property may be slow
+        if (
+            not (held and levels)
+            or hasattr(kind, "state_dict")
+            or hasattr(kind, "trainable_variables")
+        ):
+            return 0  # also a module, a layer, an optimizer
+        return sum(bytes_of(part, levels - 1) for part in held.values() if _is_small(part))
     count = getattr(shape, "num_elements", None)
     if count is None:
         if not keras_arrays.is_convertible(value):

@@ -193,6 +193,9 @@ def test_bytes_of_structures():
     assert bytes_of((table, type("Odd", (), {"shape": "wide"})())) == 96
     graph = types.SimpleNamespace(store=types.SimpleNamespace(mapping={"x": array, "edges": [array]}))
     assert bytes_of(({"graph": graph}, network(), test_bytes_of_structures)) == 2 * 48
+    slow = type("Slow", (), {"trainable_variables": property(lambda _: 1 / 0)})()
+    slow.kernel = array
+    assert bytes_of((slow,)) == 0, "a model is recognized by its class"
     words = types.SimpleNamespace(index=dict.fromkeys(range(1000), array), x=array)
     assert bytes_of(words) == 48, "a vocabulary is not searched in every step"
     if BACKEND == "tensorflow":

@@ -25,7 +25,7 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
     uncounted += _not_updated(begun.written_uncounted(), ran.updates)
     continues = _continues(begun, ran)
     begun.log.note_gradients()
-    adds = begun.log.adds_by_hand
+    adds, known = begun.log.adds_by_hand, begun.learned.adds_by_hand
     is_one_of_several = begun.facts.run.agreement.count > 1
     return replace(
         before,
@@ -37,7 +37,7 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
         unread={},
         continues=continues,
         uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
-        adds_by_hand=before.adds_by_hand or (before.adds_by_hand if adds is None else adds),
+        adds_by_hand=adds if adds or known is None else known,
     )
 
 

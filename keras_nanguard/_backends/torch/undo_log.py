@@ -134,23 +134,26 @@ class UndoLog:
         if self.gradients is not None:
             self.gradients = [(p, g) for p, g in self.gradients if p.grad is g or id(g) in written]
 
-    def keep_gradients(self) -> None:
-        """Keep the gradients that the step has found, and neither cleared nor replaced."""
+    def keep_gradients(self) -> list[tuple[Any, Any]]:
+        """Keep the gradients that the step has found, and neither cleared nor replaced; return
+        those that are kept, each with its tensor.
+        """
         if self.gradients is None:
             pairs = [(p, p.grad, found) for p, found, _ in self._found]
             self.gradients = [(p, g) for p, g, found in pairs if g is not None and found() is g]
             for _, gradient in self.gradients:
                 self.keep(local(gradient))
+        return self.gradients
 
     def give_back_gradients(self, holders: Iterable[Any]) -> None:
         """Restore the gradients that are kept; for all other tensors leave none. A bad sum, which
         no later step could correct, is dropped.
         """
         self.note_gradients()
-        self.keep_gradients()
+        kept = self.keep_gradients()
         for holder in holders:
             holder.grad = None
-        for holder, gradient in self.gradients or ():
+        for holder, gradient in kept:
             if reductions.are_finite([self.kept[id(local(gradient))].value]):
                 holder.grad = gradient
 
