@@ -27,7 +27,7 @@ from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.resume import Resumed, find
 from keras_nanguard._fit.run import Run, checked
 from keras_nanguard._fit.session import Session
-from keras_nanguard._keras.fitting import current_callback_list, evaluates, outside
+from keras_nanguard._keras.fitting import current_callback_list, evaluates, model_of, outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
@@ -325,7 +325,7 @@ class NanGuard(keras.callbacks.Callback):
     def _concerned(self) -> Attached | None:
         """Return the attachment, `None` if the results of another model are reported."""
         attached, callbacks = self._attached, current_callback_list()
-        model = getattr(callbacks, "model", None)
+        model = model_of(callbacks)
         own = attached is not None and model in (None, attached.session.run.model)
         return attached if own else None
 

@@ -12,6 +12,8 @@ Private names of Keras:
 - ``OrbaxCheckpoint._save_checkpoint``: all of its saves go through it, and it reads the state
   itself.
 - ``Model._initial_epoch``: the epoch at which `fit` starts, as `BackupAndRestore` sets it.
+- ``Callback._model``: its model. The property ``model`` writes the state of a step to the variables
+  on JAX, so another thread must not read it.
 - ``Callback.on_batch_end._is_default``: marks the methods that do nothing.
 - ``epoch_iterator``, a local variable of `fit`, `evaluate` and `predict`, its ``data_adapter``,
   ``x`` and ``y`` of `fit`, and the ``_distributed_dataset`` of TensorFlow's: callbacks get no
@@ -70,6 +72,11 @@ def current_callback_list() -> Any:
     """Return the `CallbackList` that is calling this code, or `None`."""
     owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
     return next((o for o in owners if isinstance(o, keras.callbacks.CallbackList)), None)
+
+
+def model_of(callbacks: Any) -> Any:
+    """Return the model of a `CallbackList`, `None` if it has none. Any thread may call this."""
+    return getattr(callbacks, "_model", None)
 
 
 _OF_A_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

@@ -1,5 +1,7 @@
 """`evaluate`, `predict`, validation: bad results are reported with the first bad layer."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -103,6 +105,17 @@ def test_inputs_of_a_prediction():
     guard = NanGuard(verbose=0)
     zoo.plain().predict(batches(), steps=zoo.BATCHES, verbose=0, callbacks=[guard])
     assert len(guard.incidents) == 1 and read == sorted(set(read))
+
+
+@pytest.mark.requires_backend("jax", reason="only there Keras keeps the state outside of the variables")
+def test_no_other_thread_writes_the_state_of_a_prediction():
+    """Keras calls the guard in a thread while the next batch runs, which has taken over the arrays."""
+    threads, model = [], zoo.plain()
+    sync = model.jax_state_sync
+    object.__setattr__(model, "jax_state_sync", lambda: (threads.append(threading.current_thread()), sync()))
+    for _ in range(3):
+        model.predict(zoo.draw(), batch_size=zoo.BATCH, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert set(threads) == {threading.main_thread()}
 
 
 def test_results_of_a_model_that_was_never_trained():
