@@ -70,6 +70,87 @@ class Ran:
     judged: Judged | None
 
 
+class Running:
+    """A body while it runs. The calls of its updates come here.
+
+    Attributes:
+        keeps_undo: whether its updates run at once, with the old values kept.
+
+    The other attributes are those of `Ran`.
+    """
+
+    def __init__(self, begun: Begun):
+        self._begun, self.watch = begun, Watch(begun.parts.updated)
+        self.keeps_undo = begun.keeps_undo
+        self.updates: list[Update] = []
+        self.created: list[tuple[Any, Any]] = []
+        self.at_update: AtUpdate | None = None
+        self.after_update: Mapping[int, tuple[Any, int]] = {}
+        self.judged: Judged | None = None
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether everything that the body has done so far can be undone."""
+        return self._begun.facts.run.refuses and (self.keeps_undo or not self.updates)
+
+    def on_update(self, record: Update) -> None:
+        """Run an update, unless the verdict refuses it."""
+        record.build()  # as Keras would, so that its variables are noted
+        self._keep_gradients(record)
+        self._judge(record)
+        if self.judged is not None and self.judged.ruling is Ruling.REFUSE:
+            self.watch.begin()  # the body may continue
+        else:
+            self._update(record)
+
+    def _keep_gradients(self, record: Update) -> None:
+        """Keep what the update uses, and note what the body has done before its first one."""
+        begun, log = self._begun, self._begun.log
+        log.note_gradients()
+        if not record.evaluates:
+            log.keep_gradients()
+        if not (self.updates or begun.facts.stock):
+            losses = begun.intercept.noted
+            self.at_update = AtUpdate(losses, begun.written(), begun.written_uncounted())
+
+    def _judge(self, record: Update) -> None:
+        """Compute the verdict before the first update that must wait for it."""
+        facts = self._begun.facts
+        if self.judged is not None:
+            return
+        self.keeps_undo = self.keeps_undo or (record.evaluates and facts.may_undo_update)
+        if facts.run.refuses and not self.keeps_undo:
+            self.judged = judge(self._begun, has_updated=bool(self.updates))
+            self.keeps_undo = self.judged.ruling is Ruling.CHECK
+
+    def _update(self, record: Update) -> None:
+        begun = self._begun
+        if self.keeps_undo:
+            begun.log.keep_updated(record.optimizer, record.state())
+        if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
+            self.watch.begin()
+        self.updates.append(record)
+        with self.watch.during(record):
+            self.created.extend(record.run())
+        if not (begun.facts.stock or begun.learned.continues):
+            self.after_update = begun.versions_now()
+
+    def around_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a backward pass, which may add to the gradients that it finds."""
+        self._begun.log.note_gradients()
+        self._begun.log.keep_gradients()
+        return self.watch.around_backward()
+
+    def release(self) -> None:
+        """Release the tensors, which an exception in an update would keep."""
+        self.updates, self.judged = [], None
+
+    def ended(self, outputs: Any, raised: bool) -> Ran:
+        """Return the body after its end."""
+        seen = self.at_update, self.after_update, self.watch.continues
+        return Ran(outputs, raised, self.updates, self.created, *seen, self.judged)
+
+
 def run(begun: Begun, args: Sequence[Any]) -> Ran:
     """Run the body of a step. Its updates run, unless the verdict in the body refuses them.
 
@@ -77,66 +158,27 @@ def run(begun: Begun, args: Sequence[Any]) -> Ran:
     can be.
     """
     facts, log, intercept = begun.facts, begun.log, begun.intercept
-    watch, keeps_undo = Watch(begun.parts.updated), begun.keeps_undo
-    updates: list[Update] = []
-    created: list[tuple[Any, Any]] = []
-    at_update: AtUpdate | None = None
-    after_update: Mapping[int, tuple[Any, int]] = {}
-    judged: Judged | None = None
-
-    def on_update(record: Update) -> None:
-        nonlocal keeps_undo, at_update, after_update, judged
-        record.build()  # as Keras would, so that its variables are noted
-        log.note_gradients()
-        if not record.evaluates:
-            log.keep_gradients()
-        if not (updates or facts.stock):
-            at_update = AtUpdate(intercept.noted, begun.written(), begun.written_uncounted())
-        if judged is None:
-            keeps_undo = keeps_undo or (record.evaluates and facts.may_undo_update)
-            if facts.run.refuses and not keeps_undo:
-                judged = judge(begun, has_updated=bool(updates))
-                keeps_undo = judged.ruling is Ruling.CHECK
-        if judged is not None and judged.ruling is Ruling.REFUSE:
-            watch.begin()  # the body may continue
-            return
-        if keeps_undo:
-            log.keep_updated(record.optimizer, record.state())
-        if keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
-            watch.begin()
-        updates.append(record)
-        with watch.during(record):
-            created.extend(record.run())
-        if not (facts.stock or begun.learned.continues):
-            after_update = begun.versions_now()
-
-    def around_backward() -> contextlib.AbstractContextManager[None]:
-        log.note_gradients()
-        log.keep_gradients()
-        return watch.around_backward()
-
+    running = Running(begun)
     try:
         with contextlib.ExitStack() as stack:
             if not begun.is_compiled:
                 stack.enter_context(log)
                 if facts.may_undo_update:
-                    watch.wait(stack)
-            stack.enter_context(intercept.running(on_update, around_backward))
-            outputs, raised = (intercept.compiled or facts.body)(*args), False
+                    running.watch.wait(stack)
+            stack.enter_context(intercept.running(running.on_update, running.around_backward))
+            return running.ended((intercept.compiled or facts.body)(*args), raised=False)
     except Exception as error:
-        can_be_undone = facts.run.refuses and (keeps_undo or not updates)
-        if not (can_be_undone and is_numeric(error)):
-            if can_be_undone:
-                log.give_back()
-            if facts.run.agreement.count > 1:
-                host.leave(error)
-            updates, judged = [], None  # the exception keeps this frame
-            raise
-        outputs, raised = None, True
+        if running.can_be_undone and is_numeric(error):
+            return running.ended(None, raised=True)
+        if running.can_be_undone:
+            log.give_back()
+        if facts.run.agreement.count > 1:
+            host.leave(error)
+        running.release()
+        raise
     finally:
         for pair in log.created:
             facts.run.note_created(*pair)
-    return Ran(outputs, raised, updates, created, at_update, after_update, watch.continues, judged)
 
 
 def commit(begun: Begun, ran: Ran, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
@@ -197,5 +239,5 @@ def report(begun: Begun, judged: Judged, args: Sequence[Any]) -> Report:
         tuple((site, path) for site, path, _ in found),
         reductions.counts([tensor for _, _, tensor in found]),
         tuple(args),
-        left_by_previous=judged.left_by_previous,
+        left_by_previous=judged.numbers.has_bad_previous,
     )

@@ -30,8 +30,8 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
     return replace(
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
-        tolerated=before.tolerated | judged.constants,
-        keeps_undo=judged.keeps_undo if is_one_of_several else continues is not False,
+        tolerated=before.tolerated | judged.numbers.constants,
+        keeps_undo=judged.any_continues if is_one_of_several else continues is not False,
         steps=before.steps + 1,
         stale=bool(begun.log.created),
         unread={},

@@ -1,0 +1,183 @@
+"""What a step on PyTorch has done until it is judged, and the numbers that the host reads of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_nanguard._backends.torch import reductions
+from keras_nanguard._backends.torch.begun import Begun
+from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._keras.tensors import local
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What a body has done until it is judged.
+
+    Attributes:
+        gradients: the gradients of its updates, each with the path of its weight; if it has none,
+            those that it has left.
+        statistics: what it has written besides its updates, as far as that is judged.
+        state: the tensors of `weights` and `slots` that are judged: all if an update has run, else
+            those written by hand.
+        raised: whether it has ended in an exception about a bad number.
+        has_trials: whether its updates evaluate the loss themselves, more than once.
+    """
+
+    parts: Parts
+    losses: Sequence[Any]
+    gradients: Sequence[tuple[str, Any]]
+    statistics: Sequence[Any]
+    state: Mapping[str, Sequence[Any]]
+    raised: bool
+    has_updated: bool
+    has_trials: bool
+
+    @classmethod
+    def of(cls, begun: Begun, outputs: Any, raised: bool, has_updated: bool) -> Observed:
+        """Return what the body of a step has done so far."""
+        log, records = begun.log, begun.intercept.records
+        parts = begun.facts.read_parts() if log.created else begun.parts
+        losses = begun.intercept.losses or begun.facts.losses(outputs)
+        return cls(
+            parts,
+            [loss.detach() for loss in losses],
+            _gradients(begun, parts, raised),
+            _statistics(log, parts, begun.learned.tolerated),
+            parts.by_site if has_updated else _written_by_hand(log, parts),
+            raised,
+            has_updated,
+            has_trials=bool(records) and all(record.has_trials for record in records),
+        )
+
+
+def _gradients(begun: Begun, parts: Parts, raised: bool) -> list[tuple[str, Any]]:
+    intercept = begun.intercept
+    if intercept.records:
+        pairs = [pair for record in intercept.records for pair in record.pairs]
+        return [(variable.path, gradient) for gradient, variable in pairs]
+    # A scaler will check those of a scaled loss.
+    leaves = intercept.noted > 0 and not (intercept.is_scaled or begun.has_written_weights)
+    return parts.gradients() if raised or leaves else []
+
+
+def _statistics(log: UndoLog, parts: Parts, tolerated: Container[int]) -> list[Any]:
+    gradients = {id(local(gradient)) for _, gradient in log.gradients or ()}
+    unjudged = gradients | parts.judged_elsewhere
+    written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
+    return list(filter(reductions.is_inexact, written))
+
+
+def _written_by_hand(log: UndoLog, parts: Parts) -> dict[str, list[Any]]:
+    if parts.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
+        return {}
+    written = set(map(id, log.written))
+    return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
+
+
+def _constants(statistics: Iterable[Any], log: UndoLog, parts: Parts) -> frozenset[int]:
+    """Return the `id` of the unwritten buffers among these that are infinite on purpose.
+
+    Values that an earlier call has left in a layer may be NaN, too. For a running statistic this
+    would hide the fault.
+    """
+    found, results = set(), set(map(id, parts.train_state.results))
+    for key, kept in ((id(tensor), log.kept[id(tensor)]) for tensor in statistics):
+        if kept.is_counted or kept.differs:
+            continue
+        ((nan, inf, _),) = reductions.counts([kept.tensor])
+        if key in results if nan else inf:
+            found.add(key)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """What the host has read of a step, with one read of the device if all of it is finite.
+
+    Attributes:
+        losses: the losses of the body.
+        scales: the loss scales before the step.
+        gradients: the norm of each gradient.
+        sites: the norm of all judged tensors of each site: `statistics`, and `weights` and `slots`
+            if they are judged.
+        previous: the norms that the last step has left `unread`, by site.
+        written: the judged tensors of each site.
+        constants: the `id` of the unwritten buffers that are infinite on purpose, which are not
+            judged.
+    """
+
+    losses: Sequence[float]
+    scales: Sequence[float]
+    gradients: Sequence[float]
+    sites: Mapping[str, float]
+    previous: Mapping[str, float]
+    written: Mapping[str, Sequence[Any]]
+    constants: frozenset[int]
+
+    @classmethod
+    def of(cls, observed: Observed, log: UndoLog, unread: Mapping[str, Sequence[Any]]) -> Numbers:
+        """Read the numbers of a step; `unread` is that of `Learned`."""
+        parts = observed.parts
+        written = {"statistics": observed.statistics, **observed.state}
+        tensors = {"gradients": [gradient for _, gradient in observed.gradients], **written}
+        scales = [log.before(scale.value) for scale, _ in parts.train_state.scales]
+        read = reductions.read(
+            {
+                "losses": [loss.sum() if loss.ndim else loss for loss in observed.losses],
+                "scales": scales,
+                **{site: reductions.norms(given) for site, given in tensors.items()},
+                **{f"previous {site}": norms for site, norms in unread.items()},
+            }
+        )
+        constants = frozenset[int]()
+        if not math.isfinite(sum(read["statistics"])):
+            constants = _constants(observed.statistics, log, parts)
+            kept = [tensor for tensor in observed.statistics if id(tensor) not in constants]
+            written["statistics"] = kept
+            read |= reductions.read({"statistics": reductions.norms(kept)})
+        sites = norms_by_site(read, written)
+        previous = norms_by_site(read, {site: parts.by_site[site] for site in unread}, "previous ")
+        one_by_one = read["losses"], read["scales"], read["gradients"]
+        return cls(*one_by_one, sites, previous, written, constants)
+
+    @property
+    def has_bad_previous(self) -> bool:
+        """Whether the last step has left bad numbers in the state."""
+        return not all(map(math.isfinite, self.previous.values()))
+
+    @property
+    def is_state_finite(self) -> bool:
+        """Whether all judged tensors of the state are finite."""
+        return all(map(math.isfinite, self.sites.values()))
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether gradients are so large that the update may overflow, because their squares do."""
+        return not math.isfinite(sum([norm * norm for norm in self.gradients]))
+
+    def verdict(self, observed: Observed, squares: float) -> Verdict:
+        """Return the verdict of this process; `squares` is half the sum of those of gradients."""
+        loss = reductions.sum_of(self.losses, observed.losses)
+        norms = {**self.sites, **(self.previous if self.has_bad_previous else {})}
+        return Verdict(
+            False,
+            loss=math.nan if observed.raised and math.isfinite(squares) else loss,
+            gradients=squares,
+            statistics=norms["statistics"],
+            weights=norms.get("weights", 0.0),
+            slots=norms.get("slots", 0.0),
+            scale=min(self.scales, default=1.0),
+        )
+
+
+def norms_by_site(
+    read: Mapping[str, Sequence[float]], tensors: Mapping[str, Sequence[Any]], prefix: str = ""
+) -> dict[str, float]:
+    """Return the norm of all these tensors of each site, from those of each tensor."""
+    return {site: reductions.norm_of(read[prefix + site], given) for site, given in tensors.items()}
