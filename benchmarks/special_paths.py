@@ -55,7 +55,7 @@ def without(module: str, name: str, stand_in: Any) -> Callable[[], AbstractConte
 
 
 PATHS: dict[str, tuple[list[str], Callable[[], AbstractContextManager[Any]]]] = {
-    "fused_updates": (["wide"], without("tensorflow.updates", "same_bits", lambda: False)),
+    "fused_updates": (["wide"], without("tensorflow.kernels", "same_bits", lambda: False)),
     "exact_products": (["mlp-batchnorm"], without("tensorflow.updates", "_is_product", lambda tensor: False)),
     "late_verdict": (["mlp", "cnn", "transformer"], without("jax.step", "Transaction.may_run_ahead", NEVER)),
     "compiled_step": (["mlp-batchnorm", "wide", "transformer"], without("torch.step", "Transaction.jit", NEVER)),

@@ -35,6 +35,7 @@ import tensorflow as tf
 from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
+from keras_nanguard._backends.tensorflow.kernels import same_bits
 from keras_nanguard._backends.tensorflow.trace import (
     Body,
     Places,
@@ -45,7 +46,6 @@ from keras_nanguard._backends.tensorflow.trace import (
     components,
     packed,
 )
-from keras_nanguard._backends.tensorflow.updates import same_bits
 from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
 
 CAPACITY = 256

@@ -372,13 +372,10 @@ class StepTrace(intercept.Intercept):
             halted: scalar bool, whether it is refused regardless of its numbers.
             number: the number of the step, a scalar int64.
         """
-        transaction, first = self.transaction, measured[0]
-        dtype = first.scale.dtype
+        transaction, dtype = self.transaction, measured[0].scale.dtype
         finite, counts, replicas = self._examined(measured)
-        sums = [reductions.add(s, dtype) for s in zip(*(one.sums for one in measured))]
-        settled = [reductions.settled(s, finite) for s in sums]
-        loss, gradients, statistics, *written = settled
-        scales = [first.scale] if first.body.scales else []
+        numbers = self._numbers(measured, finite)
+        scales = [numbers.scale] if measured[0].body.scales else []
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, scales, halted)
         # Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies
         # the factors of an update (of the scale of a BatchNormalization) in another order than in a
@@ -386,25 +383,45 @@ class StepTrace(intercept.Intercept):
         logs = [] if transaction.model is None else components(outputs)
 
         def committed() -> list[Any]:
-            after = written if transaction.immediate else self._update(measured)
-            return [*after, *map(tf.identity, logs)]
+            return [*self._commit(measured, numbers), *map(tf.identity, logs)]
 
         def refused() -> list[Any]:
-            if transaction.refuse:
-                numbers = loss, gradients, halted, len(measured) == 1
-                self.each(lambda m: refuse(m.body, *numbers), measured)
-            return [*written, *map(tf.identity, logs)]
+            return [*self._refuse(measured, numbers, halted), *map(tf.identity, logs)]
 
         weights, slots, *passed = tf.cond(may_commit, committed, refused)
-        verdict = Verdict(
-            tf.cast(~may_commit if transaction.refuse else tf.constant(False), dtype),
-            *(loss, gradients, statistics, weights, slots),
-            scale=first.scale,
+        verdict = numbers._replace(
+            refused=tf.cast(~may_commit if transaction.refuse else tf.constant(False), dtype),
+            weights=weights,
+            slots=slots,
             step=tf.cast(number % PERIOD, dtype),
             halted=tf.cast(halted, dtype),
         )
         outputs = outputs if transaction.model is None else packed(outputs, passed)
         return StepResult(outputs, tf.stack(list(verdict)), counts, ~may_commit & ~halted, replicas)
+
+    def _numbers(self, measured: Sequence[Measured], finite: Any) -> Verdict:
+        """Return the sums over all replicas and the loss scale, in a verdict with nothing else.
+
+        Args:
+            finite: scalar bool, whether all entries are finite.
+        """
+        scale = measured[0].scale
+        sums = [reductions.add(s, scale.dtype) for s in zip(*(one.sums for one in measured))]
+        loss, gradients, statistics, weights, slots = (reductions.settled(s, finite) for s in sums)
+        return Verdict(False, loss, gradients, statistics, weights, slots, scale)
+
+    def _commit(self, measured: Sequence[Measured], numbers: Verdict) -> list[Any]:
+        """Run the deferred updates; return the sums over weights and slots."""
+        if self.transaction.immediate:
+            return [numbers.weights, numbers.slots]
+        return self._update(measured)
+
+    def _refuse(self, measured: Sequence[Measured], numbers: Verdict, halted: Any) -> list[Any]:
+        """Restore the state, if bad steps are refused; return the sums over weights and slots."""
+        if self.transaction.refuse:
+            given = numbers.loss, numbers.gradients, halted, len(measured) == 1
+            self.each(lambda one: refuse(one.body, *given), measured)
+        return [numbers.weights, numbers.slots]
 
     def _update(self, measured: Sequence[Measured]) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots.

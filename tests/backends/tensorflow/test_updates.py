@@ -11,7 +11,7 @@ import tensorflow as tf
 from support import zoo
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.tensorflow import updates
+from keras_nanguard._backends.tensorflow import kernels as fused_kernels, updates
 from keras_nanguard._backends.tensorflow.intercept import Update
 
 optimizers = keras.optimizers
@@ -76,7 +76,7 @@ def kernels(monkeypatch):
 
         return kernel
 
-    assert updates.same_bits(), "on this machine the kernels are not used"
+    assert fused_kernels.same_bits(), "on this machine the kernels are not used"
     for name, op in KERNELS.items():
         monkeypatch.setattr(tf.raw_ops, op, counting(name, getattr(tf.raw_ops, op)))
     return used
@@ -185,7 +185,7 @@ def test_without_a_suitable_kernel(kernels, monkeypatch, how):
             super().assign_sub(variable, 2.0 * value)
 
     if how == "other bits":
-        monkeypatch.setattr(updates, "same_bits", lambda: False)
+        monkeypatch.setattr(fused_kernels, "same_bits", lambda: False)
     if how == "float64":
         keras.config.set_dtype_policy("float64")
 
@@ -209,7 +209,7 @@ def test_other_bits_are_seen(monkeypatch, op, factor):
         real(**{**given, factor: tf.constant(np.nextafter(np.float32(given[factor]), np.float32(9e9)))})
 
     monkeypatch.setattr(tf.raw_ops, op, rounding_once)
-    assert not updates.same_bits.__wrapped__()
+    assert not fused_kernels.same_bits.__wrapped__()
 
 
 class Twice(optimizers.SGD):
@@ -337,7 +337,7 @@ def test_the_first_step_is_traced_once_if_its_variables_can_be_built_before(name
     for guards in ([], [NanGuard(verbose=0, logs=False)]):
         keras.backend.clear_session()
         keras.utils.set_random_seed(0)
-        updates.same_bits.cache_clear()
+        fused_kernels.same_bits.cache_clear()
         model, y = build()
         fitted = model.fit(np.ones((32, 4), "float32"), y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=guards)
         paths = [variable.path for variable in (*model.variables, *model.metrics_variables)]
