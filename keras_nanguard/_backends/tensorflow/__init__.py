@@ -1,1 +1,15 @@
-"""The transaction, fault injection and replay on TensorFlow."""
+"""The transaction, fault injection and replay on TensorFlow.
+
+In addition to the modules that every backend has:
+
+| module | content |
+|---|---|
+| `mirrored` | the transaction of a step on several replicas |
+| `updates` | in which order deferred updates run, and their bits |
+| `kernels` | fused kernels for updates on a CPU |
+
+Names that are private to TensorFlow: `FuncGraph._functions` and `Tensor._handle_data`
+(`intercept`), `Tensor._id` and `tensorflow.python.framework.op_callbacks` (`replay`). Without one
+of them the guard trains as before and knows less: a step counts as one without hidden state, a
+variable that is created in a loop of a graph is not restored, or an eager replay records nothing.
+"""

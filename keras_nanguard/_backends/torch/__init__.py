@@ -10,6 +10,7 @@ In addition to the modules that every backend has:
 | `undo_log` | what a refusal restores |
 | `parts` | what the steps of a body have shown, and its train state by role |
 | `begun` | a step that is about to run |
+| `observed` | what a step has done until it is judged, and the numbers that are read of it |
 | `judging` | the verdict on a step |
 | `raised` | exceptions by which torch reports a bad number |
 | `learning` | what a step shows about its body, for later steps |
