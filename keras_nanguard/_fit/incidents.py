@@ -162,7 +162,7 @@ class Incidents:
         refusal = self._classify(verdict, report)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            self.handle(self._incident(run.scan(), step - 1, verdict))
+            self.handle(self._incident(run.scan(), step - 1, self._verdict_before(verdict)))
             self.replay.leave_out(step)
             return
         run.recent.push(step, run.access.transaction.given, refused=True)
@@ -176,6 +176,12 @@ class Incidents:
             run.recording.refused_rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
         self._next.prepare(incident, step, args, state)
+
+    def _verdict_before(self, verdict: Verdict) -> Verdict:
+        """Return the verdict of the step before one that was refused for the state that it left."""
+        for m in self._run.history.since(self._run.step - 1):
+            return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
+        return verdict
 
     def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
         """Count the overflows in a row; return why a step was refused, in any of the processes."""

@@ -72,14 +72,19 @@ def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
 
 
 @contextmanager
-def as_built(model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
+def as_built(model: Any, optimizers: Iterable[Any], freezes: bool) -> Iterator[None]:
     """Set `trainable` of the variables to the values for which the optimizers were built.
 
     Keras keeps its train function if `trainable` is changed without a call of `compile`.
+
+    Args:
+        freezes: whether variables that no optimizer trains are frozen. A custom step may train
+            them by hand, such as a moving average of other weights.
     """
     built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
     trained = {id(keras_variables.unwrapped(v)) for v in built}
     changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
+    changed = [v for v in changed if freezes or not v.trainable]
     for variable in changed:
         variable.trainable = not variable.trainable
     try:

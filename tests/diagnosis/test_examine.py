@@ -78,7 +78,7 @@ def test_a_bad_row_is_found_without_targets(trained):
     x[3] = np.nan
     found = diagnose(model, x)
     assert (found.diagnosis.cause, found.diagnosis.samples, found.step) == ("input_nonfinite", (3,), "")
-    assert found.first_bad("inference") == "sequential/dense"
+    assert found.first_bad("inference") == model.layers[0].path
     json.dumps(found.to_dict(), allow_nan=False)
 
 

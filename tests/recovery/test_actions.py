@@ -278,6 +278,7 @@ class TestLowerLr:
         assert factors == pytest.approx([0.1] * 3)
         assert "0.1 -> 0.01" in outcomes(guard, "lower_lr")[0][2] and "0.2 -> 0.02" in outcomes(guard, "lower_lr")[0][2]
 
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="its step updates within `train_step(data)`")
     def test_a_second_schedule_that_cannot_be_read(self):
         """Then no rate is lowered, and the action is skipped with the reason."""
         inside = []

@@ -117,7 +117,8 @@ class FaultHook(Overrides):
         """Return the batch of a step, with the fault in each chosen float tensor if it is due."""
         if self.fault.site not in ("inputs", "targets"):
             return data
-        parts = data if isinstance(data, tuple) else (data,)
+        is_whole = isinstance(data, (tuple, list))  # a DataLoader of torch yields a list
+        parts = tuple(data) if is_whole else (data,)
         inputs = self.fault.site == "inputs"
         chosen = parts[:1] if inputs else parts[1:]
         named = [pair for i, part in enumerate(chosen) for pair in leaves(str(i), part)]
@@ -144,7 +145,7 @@ class FaultHook(Overrides):
 
         spoiled = keras.tree.map_structure(spoil, chosen)
         self._count_hit(hit)
-        if not isinstance(data, tuple):
+        if not is_whole:
             return spoiled[0]
         return (*spoiled, *parts[1:]) if inputs else (*parts[:1], *spoiled)
 

@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,7 +151,8 @@ class ModelAttachment(_Traced, attach.Attachment):
             return body
 
         def as_traced(data: Any) -> Any:
-            with keras_compiled.as_built(model, keras_optimizers.find_optimizers(model)):
+            optimizers = keras_optimizers.find_optimizers(model)
+            with keras_compiled.as_built(model, optimizers, freezes=self._stock):
                 return body(data)
 
         return as_traced
@@ -295,9 +297,23 @@ class LoopStep(_Traced, attach.LoopStep):
             jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
             refuse=self.run.refuses,
         )
-        how = {"autograph": False, "reduce_retracing": True}
+        how: dict[str, Any] = {"autograph": False, "reduce_retracing": True}
+        self.signature = self.function.input_signature if compiled else None
+        if self.signature is not None:
+            how["input_signature"] = (tuple(self.signature), {})
         self.compiled = tf.function(transaction, **how) if compiled else transaction
         return transaction
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
+        if self.signature is not None:
+            bound = inspect.signature(self.function.python_function).bind(*args, **kwargs)
+            specs = tuple(self.signature)
+            args = keras.tree.map_structure_up_to(specs, _as_given, specs, bound.args)
+            kwargs = bound.kwargs
         return self._completed(lambda: self.compiled(args, kwargs), held((args, kwargs)))
+
+
+def _as_given(spec: Any, value: Any) -> Any:
+    """Return an argument of a function with a signature as TensorFlow passes it on."""
+    is_plain = isinstance(spec, tf.TensorSpec) and not isinstance(value, (tf.Tensor, tf.Variable))
+    return tf.convert_to_tensor(value, spec.dtype) if is_plain else value

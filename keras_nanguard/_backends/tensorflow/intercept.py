@@ -101,6 +101,8 @@ class Intercept(Overrides):
         return tf.variable_creator_scope(self._create)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+        note = tf.autograph.experimental.do_not_convert(self._note)  # which is no code of the user
+
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
             given = () if trainable_variables is None else (list(trainable_variables),)
@@ -108,16 +110,20 @@ class Intercept(Overrides):
                 build(optimizer, *given, eagerly=tf.executing_eagerly())
             if not self._here():
                 return real(grads, *given)
-            seen, record = self.seen(), Update(optimizer, real, grads, *given)
-            seen.records.append(record)
-            self.on_update(record)
-            if seen.boundary is None:  # what is read until here is not read after it
-                seen.boundary = mark(self.graph)
+            record = Update(optimizer, real, grads, *given)
+            note(record)
             if self.immediate:
                 record.run()
             return None
 
         return apply
+
+    def _note(self, record: Update) -> None:
+        seen = self.seen()
+        seen.records.append(record)
+        self.on_update(record)
+        if seen.boundary is None:  # what is read until here is not read after it
+            seen.boundary = mark(self.graph)
 
     def _here(self) -> bool:
         """Whether this is the graph of the step, not of a function or conditional within it."""

@@ -461,3 +461,70 @@ def test_with_check_numerics(checked_numerics):
     with pytest.raises(tf.errors.InvalidArgumentError, match="Infinity or NaN"):
         model.fit(WITH_BAD, WITH_BAD_Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
     assert all(np.isfinite(np.asarray(v)).all() for v in (*model.variables, *model.optimizer.variables))
+
+
+@pytest.mark.parametrize("mode", ["graph", "two steps in one"])
+def test_weights_that_a_step_trains_by_hand_after_a_fit_without_a_guard(mode):
+    """A moving average of other weights, which no optimizer trains, moves on as without a guard."""
+
+    class Average(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = layers.Dense(1), layers.Dense(1)
+
+        def build(self, shape):
+            self.student.build(shape)
+            self.teacher.build(shape)
+            self.built = True
+
+        def call(self, x):
+            return self.student(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.student(x) - y) ** 2)
+            weights = self.student.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            for average, weight in zip(self.teacher.trainable_variables, weights):
+                average.assign(0.5 * average + 0.5 * weight)
+            return {"loss": loss}
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        model = Average()
+        model.build((None, 6))
+        model.compile("sgd", **MODES[mode])
+        for given in ([], callbacks):
+            model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=given)
+        return model.get_weights()
+
+    for one, other in zip(trained([NanGuard(verbose=0)]), trained([])):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_arguments_are_cast_to_the_signature_of_a_function(caplog):
+    """As TensorFlow casts them, so a Python number does not trace the step again."""
+    model, traces = keras.Sequential([keras.Input((6,)), layers.Dense(1)]), []
+    optimizer = keras.optimizers.SGD(0.01)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1)), tf.TensorSpec((), tf.int32)])
+    def step(x, y, number):
+        traces.append(x.dtype)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss, number
+
+    guard = NanGuard(verbose=0)
+    with guard.watch(model, optimizer):
+        guarded = guard.step(step)
+        for number in range(5):
+            before = len(traces)
+            bad = np.nan if number == 3 else 1.0
+            _, given = guarded(X[:8].astype("float64") * bad, number=number, y=Y[:8].astype("float64"))
+            assert given.dtype == tf.int32 and int(given) == number
+            assert number in (0, 3) or len(traces) == before, "no new trace"
+    assert set(traces) == {tf.float32}, "in the replays of the diagnosis as well"
+    assert [incident.step for incident in guard.incidents] == [3]
+    assert not caplog.records, "TensorFlow has no advice about the code of the guard"

@@ -22,6 +22,8 @@ from support.torch_steps import (
     updated,
 )
 
+from keras_nanguard.testing import inject
+
 
 @pytest.mark.parametrize("refuse", [True, False])
 def test_an_update_that_overflows_before_the_verdict(refuse):
@@ -248,3 +250,17 @@ def test_the_next_step_judges_the_last_update_on_a_device(away, replaced):
     step((X, Y))
     assert step.verdict.refused != replaced and math.isfinite(step.verdict.slots) == replaced
     assert [report.left_by_previous for report in step.take_reports()] == [True] * (not replaced)
+
+
+@pytest.mark.parametrize("site", ["inputs", "targets"])
+def test_a_fault_in_a_batch_of_a_data_loader(site):
+    """Which is a list."""
+    data = torch.utils.data.TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    model, seen = network(), []
+    real = model.compute_loss
+    model.compute_loss = lambda x=None, y=None, *args, **kwargs: seen.append((x, y)) or real(x, y, *args, **kwargs)
+    with inject(model, site=site, kind="nan", step=0):
+        model.fit(torch.utils.data.DataLoader(data, batch_size=len(X)), verbose=0)
+    trained = next(batch for batch in seen if not batch[0].is_meta)  # Keras also traces the model
+    bad = [bool(torch.isnan(value).any()) for value in trained]
+    assert bad == [site == "inputs", site == "targets"]

@@ -156,3 +156,25 @@ def test_variables_that_a_later_step_creates(replaced):
     callback = keras.callbacks.LambdaCallback(on_train_batch_begin=create, on_train_batch_end=compare)
     model.fit(np.ones((24, 2)), np.ones((24, 1)), batch_size=4, verbose=0, callbacks=[guard, callback])
     assert counts[3] == counts[2] + 1
+
+
+def test_a_slot_that_other_code_has_spoiled_before_an_update_judged_later(away):
+    """The incident has the loss and the gradients of the step whose update is bad, not those of the
+    next one, which its weights have made NaN; so the optimizer is not blamed.
+    """
+
+    class Spoils(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 9:
+                slot = next(v for v in self.model.optimizer.variables if "momentum" in v.path)
+                with torch.no_grad():
+                    slot.value[0] = torch.nan
+
+    data = zoo.regression(batches=16)
+    model = keras.Sequential([keras.Input(data.x.shape[1:]), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    guard = NanGuard(verbose=0)
+    model.fit(data.x, data.y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[Spoils(), guard])
+    (incident,) = guard.incidents
+    assert incident.step == 10 and np.isfinite([incident.values[name] for name in ("loss", "gradient_norm")]).all()
+    assert incident.diagnosis.cause == "state_nonfinite" and "rollback" in incident.changes
