@@ -140,8 +140,8 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         else:
             shutil.copyfile(path, target)
             _replace(target, new)
-        shutil.copymode(path, target)
         atomic_files.flush_to_disk(Path(target))
+        shutil.copymode(path, target)  # last: it may be read-only
     except OSError as error:
         if error.errno is None:  # of HDF5, about the old file
             raise

@@ -8,7 +8,9 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -183,6 +185,25 @@ def test_in_place_through_a_link(make, kind):
     assert link.is_symlink() and scan(path).ok and not scan(report.backup).ok
     modes = {stat.S_IMODE(os.stat(name).st_mode) for name in (path, copy, report.backup)}
     assert modes == {0o600}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="takes users and permissions of POSIX")
+@pytest.mark.parametrize("in_place", (False, True))
+@pytest.mark.parametrize("kind", ("keras", "weights"))
+def test_a_file_that_is_read_only(make, kind, in_place):
+    """The new file is read-only, too. Root may write to either, so another user repairs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        make.folder = Path(folder)
+        path = getattr(make, kind)({make.SECOND_VARIANCE: np.nan})
+        os.chmod(path, 0o444)
+        root = os.geteuid() == 0
+        os.seteuid(65534 if root else os.geteuid())
+        try:
+            report = repair(path, in_place=in_place)
+        finally:
+            os.seteuid(0 if root else os.geteuid())
+        assert report.ok and stat.S_IMODE(os.stat(report.output).st_mode) == 0o444
 
 
 def test_contradictions_are_refused_before_anything_is_read(make):
