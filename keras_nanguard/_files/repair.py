@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -140,11 +141,13 @@ def _stored(source: Any) -> Iterator[str | None]:
         return
     from keras_nanguard._files.live import live_arrays
 
-    found = reversed(live_arrays(source))
+    found = live_arrays(source)
+    counts = Counter(live.who.path for live in found)
+    single = [live for live in found if counts[live.who.path] == 1]
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
-        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
-        yield path
+        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in single})
+        yield path if single else None  # an archive without arrays could be of any format
 
 
 def checked_output(

@@ -115,6 +115,74 @@ def test_a_source_that_does_not_fit_is_a_reason(make):
     assert "no such variable" in details["backbone/first_bn/moving_mean"]
 
 
+def projections(path, **groups):
+    """Write layers by the name of their group: the name of the layer, and its values."""
+    with h5py.File(path, "w") as file:
+        for group, (name, *kernel) in groups.items():
+            file.create_group(f"{group}/vars").attrs["name"] = name
+            file[f"{group}/vars/0"] = np.array(kernel, np.float32)
+    return path
+
+
+def test_layers_of_one_name_are_told_apart_by_their_location(tmp_path):
+    """Keras gives layers of one name in a custom layer one path. A location alone decides nothing."""
+    bad = projections(tmp_path / "bad.weights.h5", first=("proj", 1, 1), second=("proj", np.nan, 2))
+    good = projections(tmp_path / "good.weights.h5", first=("proj", 1, 1), second=("proj", 2, 2))
+    with h5py.File(repair(bad, source=good).output) as file:
+        np.testing.assert_array_equal(file["second/vars/0"], [2.0, 2.0])
+    for groups in (
+        {"second": ("other", 3, 3), "third": ("proj", 4, 4)},
+        {"first": ("proj", 1, 1), "third": ("proj", 4, 4)},
+    ):
+        other = projections(tmp_path / "other.weights.h5", **groups)
+        report = repair(bad, source=other, overwrite=True)
+        (change,) = report.skipped
+        assert report.output is None and "several variables have this path" in change.detail
+    bad = projections(tmp_path / "b.weights.h5", third=("proj", np.nan, 2))
+    (change,) = repair(bad, source=good).skipped
+    assert "or several variables of this path" in change.detail
+    bad = projections(tmp_path / "b.weights.h5", first=("a", 1, 1), second=("proj", np.nan, 2))
+    swapped = projections(tmp_path / "s.weights.h5", first=("proj", 2, 2), second=("a", 1, 1))
+    with h5py.File(repair(bad, source=swapped).output) as file:
+        np.testing.assert_array_equal(file["second/vars/0"], [2.0, 2.0])
+
+
+@pytest.mark.parametrize("kinds", ["model model", "model file", "file model", "file file"])
+def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
+    """From another model, or between a model and a file, no value gets to the wrong layer."""
+
+    @keras.saving.register_keras_serializable("tests")
+    class Twins(keras.Model):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.a, self.b = (keras.layers.Dense(2, use_bias=False, name="proj") for _ in range(2))
+
+        def call(self, x):
+            return self.b(self.a(x))
+
+    bad, good = Twins(), Twins()
+    for model in (bad, good):
+        model(np.ones((1, 2)))
+        model.a.kernel.assign(np.ones((2, 2)))
+        model.b.kernel.assign(np.full((2, 2), 2.0))
+    bad.b.kernel.assign(np.full((2, 2), np.nan))
+    source, target = good, bad
+    if kinds.startswith("file"):
+        source = tmp_path / "good.weights.h5"
+        good.save_weights(source)
+    if kinds.endswith("file"):
+        target = tmp_path / "bad.weights.h5"
+        bad.save_weights(target)
+    report = repair(target, source=source)
+    if kinds == "file file":
+        bad.load_weights(report.output)
+        np.testing.assert_array_equal(np.array(bad.b.kernel), np.full((2, 2), 2.0))
+        return
+    (change,) = report.skipped
+    assert not report.ok and "several variables have this path" in change.detail
+    assert np.isnan(np.array(bad.b.kernel)).all()
+
+
 def test_a_dry_run_writes_nothing_and_has_the_same_report(make):
     path = make.keras({make.SECOND_VARIANCE: np.nan, make.KERNEL: np.inf})
     planned = repair(path, weights="zeros", dry_run=True)
