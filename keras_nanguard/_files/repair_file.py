@@ -59,6 +59,10 @@ def repair_file(
 
     Returns:
         The scan before, the changes, and the scan of the new file, `None` if there is none.
+
+    Raises:
+        FileFormatError: if the file cannot be rewritten, or is damaged.
+        Unwritable: if the new file cannot be written.
     """
     limits = Limits(**options["limits"])
     chosen = RepairOptions(**{**options, "limits": limits, "only": tuple(options["only"])})
@@ -74,6 +78,8 @@ def repair_file(
             new[array.key] = values
 
         changes = Repair(chosen, good, initial, replace).changes(contents, before)
+        if any(change.status == "done" for change in changes):  # also in a dry run
+            _refuse_other_kinds(contents.kind)
         if new:
             rewrite(path, scratch, output, contents.kind, new)
     found: dict[str, Any] = {"before": asdict(before), "after": None}
@@ -91,6 +97,16 @@ def _initial(
     if array.who.role == "slot":
         return initial_slot(array.who.name, optimizer)
     return initial_value(array.who.name, array.shape, array.who.settings, draw)
+
+
+def _refuse_other_kinds(kind: str) -> None:
+    """Raise a `FileFormatError` for a kind of file that cannot be rewritten."""
+    if kind not in ("keras", "npz", "weights.h5", "h5"):
+        instead = {
+            "folder": f"repair its {WEIGHTS}",
+            "sharded": "repair each shard, in place",
+        }.get(kind, "load it and repair the model")
+        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
 
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
@@ -123,15 +139,9 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         kind, new: kind of the file, as in `Contents`, and the new arrays.
 
     Raises:
-        FileFormatError: if the kind cannot be rewritten, or the old file is damaged.
+        FileFormatError: if the old file is damaged.
         Unwritable: if the new file cannot be written.
     """
-    if kind not in ("keras", "npz", "weights.h5", "h5"):
-        instead = {
-            "folder": f"repair its {WEIGHTS}",
-            "sharded": "repair each shard, in place",
-        }.get(kind, "load it and repair the model")
-        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
     target = os.path.join(scratch, os.path.basename(output))
     try:
         os.mkdir(scratch)

@@ -206,15 +206,19 @@ def test_in_place_keeps_the_old_file(make):
 
 
 def test_files_that_cannot_be_rewritten_are_rejected_with_the_remedy(make):
-    """Each shard can be repaired; the index and the folder are rejected, unchanged."""
+    """Each shard can be repaired; the index and the folder are rejected, unchanged. So does a dry
+    run; without anything to rewrite there is nothing to reject."""
     index = make.sharded({make.SECOND_VARIANCE: np.nan})
-    with pytest.raises(FileFormatError, match="repair each shard"):
-        repair(index, in_place=True)
+    for options in ({"in_place": True}, {"dry_run": True}):
+        with pytest.raises(FileFormatError, match="repair each shard"):
+            repair(index, **options)
+        assert repair(index, statistics="keep", **options).output is None
     assert repair(make.folder / "model_00000.weights.h5", in_place=True).ok and scan(index).ok
     os.mkdir(make.folder / "model")
     make.weights({make.SECOND_VARIANCE: np.nan}, name="model/model.weights.h5")
-    with pytest.raises(FileFormatError, match=r"repair its model\.weights\.h5"):
-        repair(make.folder / "model")
+    for dry_run in (False, True):
+        with pytest.raises(FileFormatError, match=r"repair its model\.weights\.h5"):
+            repair(make.folder / "model", dry_run=dry_run)
     assert repair(make.folder / "model" / "model.weights.h5", in_place=True).ok
 
 
