@@ -551,6 +551,45 @@ def test_slots_that_the_configuration_of_an_optimizer_does_not_describe(keras):
     assert skipped and all("a new optimizer of this configuration has other slots" in text for text in skipped)
 
 
+class NoConfig:
+    """An initializer that raises, or gives another shape than it was asked for."""
+
+    def __init__(self, shape=None):
+        self.shape = shape
+
+    def __call__(self, shape, dtype=None):
+        if self.shape is None:
+            raise TypeError("no such table")
+        return np.ones(self.shape, dtype)
+
+
+def test_initial_values_that_raise_are_a_reason(keras):
+    """Classes of the user may raise anything: the other variables are repaired and reported."""
+
+    class Own(keras.optimizers.SGD):
+        def __init__(self, factor, **options):
+            super().__init__(momentum=0.9, **options)
+
+    names = {"raises": NoConfig(), "other_shape": NoConfig((7, 7))}
+    dense = keras.layers.Dense
+    layers = [dense(2, name="good"), *(dense(2, name=name) for name in names)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(Own(2.0, learning_rate=0.1), "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 2)), verbose=0)
+    for layer in layers:
+        layer.kernel_initializer = names.get(layer.name, layer.kernel_initializer)
+        layer.kernel.assign(np.full((2, 2), np.nan))
+    model.optimizer.variables[-1].assign(np.full((2,), np.nan))
+    report = repair(model, weights="initial")
+    assert [change.path for change in report.done] == ["good/kernel"] and not report.ok
+    assert np.isfinite(np.array(layers[0].kernel.numpy())).all()
+    reasons = {change.path: change.detail for change in report.skipped}
+    assert "could not be evaluated (no such table)" in reasons.pop("raises/kernel")
+    assert "could not be evaluated" in reasons.pop("other_shape/kernel")
+    assert len(reasons) == len(model.optimizer.variables) - 2
+    assert all("'factor'" in reason and "get_config" in reason for reason in reasons.values())
+
+
 def test_a_live_model_is_repaired_in_place(nested, task):
     """Statistics become initial values, slots those of a fresh optimizer; nothing else changes."""
     model = nested()
