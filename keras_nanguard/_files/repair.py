@@ -53,9 +53,9 @@ def repair(
             gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initializer; for a file always the same values),
-            `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is one, else
-            `"keep"`.
+        weights: `"initial"` (drawn by the layer's initializer; of a file only constants, others are
+            skipped), `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is
+            one, else `"keep"`.
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.

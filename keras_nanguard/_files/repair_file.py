@@ -70,8 +70,7 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        draw = np.random.default_rng(0)  # the same values each time
-        initial = partial(_initial, optimizer_settings(contents.config), draw)
+        initial = partial(_initial, optimizer_settings(contents.config))
         new: dict[str, NDArray[Any]] = {}
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
@@ -91,12 +90,10 @@ def repair_file(
     return found
 
 
-def _initial(
-    optimizer: Mapping[str, Any], draw: np.random.Generator, array: ModelArray
-) -> NDArray[Any] | float:
+def _initial(optimizer: Mapping[str, Any], array: ModelArray) -> NDArray[Any] | float:
     if array.who.role == "slot":
         return initial_slot(array.who.name, optimizer)
-    return initial_value(array.who.name, array.shape, array.who.settings, draw)
+    return initial_value(array.who.name, array.shape, array.who.settings)
 
 
 def _refuse_other_kinds(kind: str) -> None:

@@ -689,36 +689,8 @@ def test_statistics_of_a_live_model_start_as_in_a_file(keras):
         np.testing.assert_array_equal(np.array(getattr(layer, name).numpy()), np.ones(2))
 
 
-INITIALIZERS = ("RandomNormal", "RandomUniform", "TruncatedNormal", "LecunUniform", "LecunNormal")
-INITIALIZERS += ("GlorotUniform", "GlorotNormal", "HeUniform", "HeNormal")
-_SCALED = {"scale": 3.0, "mode": "fan_out"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    (
-        *((name, {}) for name in INITIALIZERS),
-        ("VarianceScaling", _SCALED | {"distribution": "untruncated_normal"}),
-        ("VarianceScaling", _SCALED | {"distribution": "truncated_normal"}),
-        ("VarianceScaling", _SCALED | {"distribution": "uniform"}),
-    ),
-)
-@pytest.mark.parametrize("shape", [(200, 300), (3, 3, 40, 50)])
-def test_values_drawn_for_a_file_follow_the_distribution_of_keras(keras, name, options, shape):
-    """Mean, spread and quantiles of values drawn with NumPy agree with those of Keras."""
-    initializer = getattr(keras.initializers, name)(seed=1, **options)
-    config = keras.saving.serialize_keras_object(initializer)
-    drawn = initial_value("kernel", shape, {"kernel_initializer": config}, np.random.default_rng(0))
-    theirs = np.asarray(keras.ops.convert_to_numpy(initializer(shape)), np.float64)
-    assert drawn.std() == pytest.approx(theirs.std(), rel=0.02)
-    assert drawn.mean() == pytest.approx(theirs.mean(), abs=0.002)
-    tails, expected = (np.quantile(one, (0.001, 0.999)) for one in (drawn, theirs))
-    assert tails == pytest.approx(expected, rel=0.1)
-
-
 def test_initial_values_of_a_file_are_those_of_its_configuration():
-    """Constants are exact; for an unknown or invalid initializer there is a reason, never a guess."""
-    draw = np.random.default_rng(0)
+    """Constants are exact; for any other or invalid initializer there is a reason, never a guess."""
     for node, value in (
         ({"class_name": "Zeros"}, 0.0),
         ({"class_name": "Ones", "config": {}}, 1.0),
@@ -726,7 +698,7 @@ def test_initial_values_of_a_file_are_those_of_its_configuration():
         (None, 1.0),
     ):
         settings = {"moving_variance_initializer": node}
-        assert initial_value("moving_variance", (2,), settings, draw) == value
+        assert initial_value("moving_variance", (2,), settings) == value
     for node in (
         None,
         {"class_name": "Constant", "config": {"value": "x"}},
@@ -735,33 +707,25 @@ def test_initial_values_of_a_file_are_those_of_its_configuration():
         {"class_name": "Mine"},
         {"class_name": None},
         {"class_name": ["HeNormal"]},
+        {"class_name": "GlorotUniform", "config": {}},
         {"class_name": "RandomUniform", "config": {"minval": -1e308, "maxval": 1e308}},
-        {"class_name": "RandomNormal", "config": {"stddev": -1.0}},
-        {"class_name": "VarianceScaling", "config": {"scale": -1.0}},
-        {"class_name": "VarianceScaling", "config": {"mode": "mine"}},
-        {"class_name": "VarianceScaling", "config": {"mode": ["fan_in"]}},
     ):
         with pytest.raises(NotRepaired):
-            initial_value("kernel", (2, 2), {"kernel_initializer": node}, draw)
+            initial_value("kernel", (2, 2), {"kernel_initializer": node})
 
 
-def test_bad_weights_of_a_file_are_drawn_by_their_initializer(keras, tmp_path):
-    """Within the bound of the initializer, always the same values; all other bits stay."""
-    model = keras.Sequential([keras.Input((40,)), keras.layers.Dense(50, name="head")])
-    kernel = np.full((40, 50), 7.0, np.float32)
-    kernel[:20] = np.nan
-    model.layers[0].kernel.assign(kernel)
-    path, found = str(tmp_path / "bad.keras"), []
-    model.save(path)
-    for number in range(2):
-        output = str(tmp_path / f"{number}.keras")
-        assert repair(path, output, weights="initial").ok
-        found.append(np.array(keras.saving.load_model(output).layers[0].kernel))
-    bound = np.sqrt(6.0 / (40 + 50))
-    for new in found:
-        np.testing.assert_array_equal(new[20:], kernel[20:])
-        assert 0.95 * bound < np.abs(new[:20]).max() <= bound
-    np.testing.assert_array_equal(found[0], found[1])
+def test_random_weights_of_a_file_are_left_to_the_model(keras, tmp_path):
+    """A kernel is skipped with the remedy; the bias, which starts as a constant, is not."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, name="head")])
+    for variable in model.weights:
+        variable.assign(np.full(variable.shape, np.nan))
+    model.save(tmp_path / "bad.keras")
+    report = repair(tmp_path / "bad.keras", weights="initial")
+    (skipped,) = report.skipped
+    assert skipped.path == "head/kernel" and "'GlorotUniform'" in skipped.detail
+    assert "load the model and repair that" in skipped.detail
+    loaded = keras.saving.load_model(report.output)
+    assert repair(loaded, weights="initial").ok and scan(loaded).ok
 
 
 def with_named_initializers(keras):
