@@ -98,7 +98,7 @@ FILES = (
 )
 """The files of models, in words."""
 
-MODEL = argument("path", "MODEL", "a .keras or legacy .h5 file of a whole model")
+MODEL = argument("path", "MODEL", "a .keras file of a whole model")
 JSON = flag("--json", "print JSON, one document per line")
 
 _STATISTICS = "magnitude that no moving statistic may exceed (default: 1e6)"

@@ -29,7 +29,7 @@ from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line
-from keras_nanguard._files.loading import refuse_code_in_hdf5
+from keras_nanguard._files.loading import refuse_legacy
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
@@ -134,7 +134,7 @@ def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) 
     own = dict(custom_objects or {})
     try:
         if isinstance(model, (str, Path)):
-            refuse_code_in_hdf5(str(model))
+            refuse_legacy(str(model))
             return keras.saving.load_model(model, own)
         if model is None and found.model:
             return keras.models.model_from_json(found.model, own)

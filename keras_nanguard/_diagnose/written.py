@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,12 @@ MIN_EPSILON = 1e-12
 def wrote_otherwise(
     run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
-    """Whether no update can have produced the bad values of a committed step. The root of a
+    """Whether no update can have produced the bad values of a committed step: given numbers of this
+    size, no step of these optimizers makes NaN, Inf or a number beyond `TERM`. The root of a
     negative slot is NaN, whoever has written that.
+
+    Args:
+        facts: the hyperparameters of the optimizers, in their order.
     """
     if negative_slot(train_state):
         return False
@@ -49,35 +53,17 @@ def wrote_otherwise(
     if norms and not incident.values:  # an incident between two steps has no norm
         norm = norms[-1]
     values = map(keras_variables.view, (*train_state.trainable, *train_state.slots))
-    return must_stay_finite(train_state.optimizers, facts, values, norm)
+    return (
+        norm <= MODERATE
+        and all(map(_is_proven, map(keras_optimizers.inner, train_state.optimizers), facts))
+        and all(_largest_ordinary(array) <= MODERATE for array in values)
+    )
 
 
 def negative_slot(train_state: TrainState) -> str:
     """Return the path of the first second moment that has a negative value, `""` if none has."""
     moments = keras_optimizers.second_moments(train_state.optimizers)
     return next((v.path for v in moments if (keras_variables.view(v) < 0).any()), "")
-
-
-def must_stay_finite(
-    optimizers: Sequence[Any],
-    facts: Sequence[OptimizerFacts],
-    arrays: Iterable[Any],
-    norm: float,
-) -> bool:
-    """Return whether no step of these optimizers can produce NaN, Inf or a number beyond `TERM`,
-    given numbers of this size.
-
-    Args:
-        facts: their hyperparameters, in the same order.
-        arrays: weights and slots; entries that are not finite, or beyond what the terms can be,
-            are ignored.
-        norm: global gradient norm of the step.
-    """
-    return (
-        norm <= MODERATE
-        and all(map(_is_proven, map(keras_optimizers.inner, optimizers), facts))
-        and all(_largest_ordinary(array) <= MODERATE for array in arrays)
-    )
 
 
 def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
@@ -95,5 +81,7 @@ def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
 
 
 def _largest_ordinary(array: Any) -> float:
+    """Return the largest magnitude of an array, without entries that are not finite or beyond what
+    the terms can be."""
     wide = finiteness.widen(array)
     return finiteness.largest(wide[np.abs(wide) < TERM])

@@ -24,16 +24,17 @@ def load_model(path: str) -> Any:
     """Load a model.
 
     Args:
-        path: a `.keras` or legacy `.h5` file of a whole model.
+        path: a `.keras` file of a whole model.
 
     Returns:
         The model, compiled if the file has a compile configuration.
 
     Raises:
-        FileFormatError: if it cannot be loaded; code in a file (a Lambda layer) is never executed.
+        FileFormatError: if it cannot be loaded, or is a legacy `.h5` file; code in a file (a Lambda
+            layer) is never executed.
     """
     refuse_missing(path, "a model file")
-    refuse_code_in_hdf5(path)
+    refuse_legacy(path)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras
 
@@ -44,26 +45,17 @@ def load_model(path: str) -> Any:
         raise FileFormatError(f"{plain_text(path)} {reason}.") from error
 
 
-def refuse_code_in_hdf5(path: str) -> None:
-    """Raise a `FileFormatError` for a legacy `.h5` file with a Lambda layer: Keras 3.6, for one,
-    runs its code in safe mode, too."""
-    if not os.path.isfile(path):
-        return
-    with readable(path), open(path, "rb") as file:
-        if file.read(len(SIGNATURE)) != SIGNATURE:
-            return
-    config = isolated.run_in_subprocess("names", path)["config"]
-    refused = f"{plain_text(path)} cannot be loaded as a model"
-    if config is None:
-        raise FileFormatError(f"{refused}: it has no configuration.")
-    nodes = [config]
-    for node in nodes:  # which grows
-        known = node if isinstance(node, dict) else {}
-        words = [known.get(key) for key in ("class_name", "registered_name", "function_type")]
-        if any("lambda" in str(word).lower() for word in words):
-            reason = "it has a Lambda layer, which is code and never runs"
-            raise FileFormatError(f"{refused}: {reason}.")
-        nodes += node if isinstance(node, list) else known.values()
+def refuse_legacy(path: str) -> None:
+    """Raise a `FileFormatError` for a legacy `.h5` file, which Keras knows by its extension: it may
+    contain code, and Keras 3.6, for one, runs that in safe mode, too."""
+    head = b""
+    if os.path.isfile(path):
+        with readable(path), open(path, "rb") as file:
+            head = file.read(len(SIGNATURE))
+    if head == SIGNATURE or path.endswith((".h5", ".hdf5")):
+        received = f"{plain_text(path)}, a legacy file, which may contain code"
+        remedy = "If you trust it, load it with Keras, and save it as .keras."
+        raise FileFormatError(expected("a .keras file of a whole model", received, remedy))
 
 
 def data_arrays(path: str) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ the size of the batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -66,21 +66,21 @@ def recalibrate(
         require_count("steps", steps)
     arrays = live_arrays(model)
     layers = _batchnorms(arrays, as_words(only, "only"), f"model={model.name}")
-    estimates = {path: _Estimate(layer) for path, layer in layers.items()}
+    estimates = [_Estimate(path, layer) for path, layer in layers]
     done = _run(model, itertools.islice(_batches(x, batch_size), steps), estimates, arrays)
     if not done:
         remedy = "Pass arrays or an iterable of batches."
         raise GuardError(expected("at least one batch", "no data", remedy))
-    called = {path: one for path, one in estimates.items() if one.count}
-    found = tuple(one.report(path) for path, one in called.items())
-    keras_variables.write_all(pair for one in called.values() for pair in one.result())
+    called = [one for one in estimates if one.count]
+    found = tuple(one.report() for one in called)
+    keras_variables.write_all(pair for one in called for pair in one.result())
     return RecalibrateReport(str(model.name), done, found)
 
 
 def _run(
     model: Any,
     batches: Iterable[Any],
-    estimates: Mapping[str, _Estimate],
+    estimates: Sequence[_Estimate],
     arrays: Sequence[LiveArray],
 ) -> int:
     """Run the model on each batch, with every layer that is estimated watched; return the number of
@@ -92,8 +92,8 @@ def _run(
     done = 0
     try:
         with Overrides() as overrides:
-            for path, estimate in estimates.items():
-                overrides.set(estimate.layer, "call", _watched_call(path, estimate))
+            for estimate in estimates:
+                overrides.set(estimate.layer, "call", _watched_call(estimate))
             for batch in batches:
                 with current.host().without_gradients():
                     model(batch, training=False)
@@ -105,10 +105,14 @@ def _run(
 
 
 class _Estimate:
-    """Mean and variance of one layer's inputs, from sums over the batches."""
+    """Mean and variance of one layer's inputs, from sums over the batches.
 
-    def __init__(self, layer: Any):
-        self.layer = layer
+    Args:
+        path: names of its outer layers and its own, joined by `/`.
+    """
+
+    def __init__(self, path: str, layer: Any):
+        self.path, self.layer = path, layer
         self.count = 0
         self._sum: NDArray[Any] = np.zeros(1)
         self._squares: NDArray[Any] = np.zeros(1)
@@ -137,7 +141,7 @@ class _Estimate:
         mean, variance = self._estimated
         return self.pairs(mean.astype(np.float32), variance.astype(np.float32))
 
-    def report(self, path: str) -> Recalibrated:
+    def report(self) -> Recalibrated:
         """Return the changes of the layer's statistics.
 
         Raises:
@@ -147,20 +151,20 @@ class _Estimate:
         finite = np.isfinite(new_mean).all() and np.isfinite(new_variance).all()
         if self.count < 2 or not finite:
             what = "finite inputs to every BatchNormalization, two values per channel or more"
-            received = f"{'NaN or Inf' if self.count > 1 else 'one value'} at {path}"
+            received = f"{'NaN or Inf' if self.count > 1 else 'one value'} at {self.path}"
             remedy = "Scan the model and the data, or pass more; the old statistics were restored."
             raise GuardError(expected(what, received, remedy))
         mean, variance = self._old
         if not (np.isfinite(mean).all() and np.isfinite(variance).all()):
-            return Recalibrated(path, None, None, self.count)
+            return Recalibrated(self.path, None, None, self.count)
         smallest = float(self.layer.epsilon)
         ratio = np.maximum(new_variance, smallest) / np.maximum(variance, smallest)
         largest = float(np.maximum(ratio, 1 / ratio).max(initial=1.0))
         moved = float(np.abs(new_mean - mean).max(initial=0.0))
-        return Recalibrated(path, moved, largest, self.count)
+        return Recalibrated(self.path, moved, largest, self.count)
 
 
-def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
+def _watched_call(estimate: _Estimate) -> Callable[..., Any]:
     """Return a `call` for a layer that uses the statistics of each batch and adds them to its
     estimate."""
     layer, original = estimate.layer, estimate.layer.call
@@ -171,7 +175,8 @@ def _watched_call(path: str, estimate: _Estimate) -> Callable[..., Any]:
         try:
             found = [ops.convert_to_numpy(v).astype(np.float64) for v in (mean, variance)]
         except Exception as error:
-            received, remedy = f"{path} within a compiled function", "Undo the compilation."
+            received = f"{estimate.path} within a compiled function"
+            remedy = "Undo the compilation."
             raise GuardError(expected("a model that runs eagerly", received, remedy)) from error
         if count:
             estimate.add(found[0], found[1], count)
@@ -202,18 +207,21 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) -> dict[str, Any]:
-    """Return the built BatchNormalization layers by the path of their names.
+def _batchnorms(
+    arrays: Sequence[LiveArray], only: tuple[str, ...], model: str
+) -> list[tuple[str, Any]]:
+    """Return the built BatchNormalization layers, each with the path of its names, which several
+    may have.
 
     Raises:
         GuardError: if there is none that matches `only`; it names `model`.
     """
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
     for array in arrays:
         path, layer = array.who.layer, array.owner
         wanted = selected(only, path, str(getattr(layer, "name", "")))
         if wanted and array.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
-            found[path] = layer
+            found.append((path, layer))
     if not found:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
         if only:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -52,9 +53,9 @@ def repair(
             gives `model.repaired.keras`.
         statistics: `"initial"` (bad values are replaced by initial values: mean 0, variance 1),
             `"source"` or `"keep"`. By default `"source"` if there is one, else `"initial"`.
-        weights: `"initial"` (drawn by the layer's initializer; for a file always the same values),
-            `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is one, else
-            `"keep"`.
+        weights: `"initial"` (drawn by the layer's initializer; of a file only constants, others are
+            skipped), `"zeros"`, `"ones"`, `"source"` or `"keep"`. By default `"source"` if there is
+            one, else `"keep"`.
         slots: `"reset"` (if an optimizer has a bad slot, all its slots are reset; its step count
             and learning rate do not change), `"source"` or `"keep"`. By default `"reset"`.
         source: a good model or file, from which whole variables are taken.
@@ -140,11 +141,13 @@ def _stored(source: Any) -> Iterator[str | None]:
         return
     from keras_nanguard._files.live import live_arrays
 
-    found = reversed(live_arrays(source))
+    found = live_arrays(source)
+    counts = Counter(live.who.path for live in found)
+    single = [live for live in found if counts[live.who.path] == 1]
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
-        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in found})
-        yield path
+        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in single})
+        yield path if single else None  # an archive without arrays could be of any format
 
 
 def checked_output(

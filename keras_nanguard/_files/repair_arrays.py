@@ -4,8 +4,9 @@ reason why not. Imports no backend."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,11 @@ _WORDS = {
 
 
 def by_name(contents: Contents) -> dict[str, ModelArray]:
-    """Return the arrays that can be read by path and by location; the first of each name."""
-    found: dict[str, ModelArray] = {}
-    for array in contents.arrays:
-        if not array.unread:
-            found.setdefault(array.who.path, array)
-            found.setdefault(array.location, array)
-    return found
+    """Return the arrays that can be read by path and by location, without the names that several
+    arrays have: layers of one name in a custom layer have one path."""
+    named = [(name, a) for a in contents.arrays for name in {a.who.path, a.location}]
+    counts = Counter(name for name, _ in named)
+    return {name: array for name, array in named if counts[name] == 1 and not array.unread}
 
 
 @dataclass(slots=True)
@@ -50,11 +49,12 @@ class Repair:
 
     Attributes:
         options: the method for each role.
-        good: the arrays of a good model by path.
+        good: the arrays of a good model by path and by location, from `by_name`.
         initial: returns the initial values of an array, which are broadcast to its shape, or raises
             `NotRepaired`.
         replace: replaces the values of an array, in its dtype.
         unbacked: bytes that the arrays repaired so far declare and the file does not store.
+        paths: how many arrays of the model have each path.
     """
 
     options: RepairOptions
@@ -62,10 +62,12 @@ class Repair:
     initial: Callable[[ModelArray], NDArray[Any] | float]
     replace: Callable[[ModelArray, NDArray[Any]], None]
     unbacked: int = 0
+    paths: Counter[str] = field(default_factory=Counter)
 
     def changes(self, contents: Contents, report: ScanReport) -> list[Change]:
         """Repair the arrays that are bad in a report of the same contents, and return the change of
         each. If a slot is reset, so are all of its optimizer but step count and learning rate."""
+        self.paths = Counter(array.who.path for array in contents.arrays)
         pairs = zip(report.variables, contents.arrays, strict=True)
         chosen = [
             (entry.bad, array)
@@ -112,10 +114,7 @@ class Repair:
             remedy = self.options.remedy(array.who.role)
             raise NotRepaired(f"unchanged: {remedy}".removesuffix(": "))
         if method == "source":
-            good = self.good.get(array.who.path)
-            if good is None:
-                raise NotRepaired("the source has no such variable")
-            found = _read(good)
+            found = _read(self._good(array))
             if found.shape != values.shape:
                 raise NotRepaired(f"the source has the shape {found.shape} there")
             return found.astype(values.dtype)
@@ -123,6 +122,19 @@ class Repair:
         new = values.copy(order="K")
         new[bad] = np.broadcast_to(initial, values.shape)[bad].astype(values.dtype)
         return new
+
+    def _good(self, array: ModelArray) -> ModelArray:
+        """Return the array of the source that has path and location of an array; else the one that
+        has its path, if no other array has it."""
+        path = array.who.path
+        good = self.good.get(array.location)
+        if good is not None and good.who.path == path:
+            return good
+        if self.paths[path] > 1:
+            raise NotRepaired("several variables have this path: which one to take is not known")
+        if path not in self.good:
+            raise NotRepaired("the source has no such variable, or several variables of this path")
+        return self.good[path]
 
     def _reset(self, array: ModelArray) -> Change:
         """Set a slot of an optimizer to its initial value."""

@@ -59,6 +59,10 @@ def repair_file(
 
     Returns:
         The scan before, the changes, and the scan of the new file, `None` if there is none.
+
+    Raises:
+        FileFormatError: if the file cannot be rewritten, or is damaged.
+        Unwritable: if the new file cannot be written.
     """
     limits = Limits(**options["limits"])
     chosen = RepairOptions(**{**options, "limits": limits, "only": tuple(options["only"])})
@@ -66,14 +70,15 @@ def repair_file(
         contents = stack.enter_context(opened(path))
         before = scan_contents(contents, limits, progress)
         good = {} if source is None else by_name(stack.enter_context(opened(source)))
-        draw = np.random.default_rng(0)  # the same values each time
-        initial = partial(_initial, optimizer_settings(contents.config), draw)
+        initial = partial(_initial, optimizer_settings(contents.config))
         new: dict[str, NDArray[Any]] = {}
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
             new[array.key] = values
 
         changes = Repair(chosen, good, initial, replace).changes(contents, before)
+        if any(change.status == "done" for change in changes):  # also in a dry run
+            _refuse_other_kinds(contents.kind)
         if new:
             rewrite(path, scratch, output, contents.kind, new)
     found: dict[str, Any] = {"before": asdict(before), "after": None}
@@ -85,12 +90,20 @@ def repair_file(
     return found
 
 
-def _initial(
-    optimizer: Mapping[str, Any], draw: np.random.Generator, array: ModelArray
-) -> NDArray[Any] | float:
+def _initial(optimizer: Mapping[str, Any], array: ModelArray) -> NDArray[Any] | float:
     if array.who.role == "slot":
         return initial_slot(array.who.name, optimizer)
-    return initial_value(array.who.name, array.shape, array.who.settings, draw)
+    return initial_value(array.who.name, array.shape, array.who.settings)
+
+
+def _refuse_other_kinds(kind: str) -> None:
+    """Raise a `FileFormatError` for a kind of file that cannot be rewritten."""
+    if kind not in ("keras", "npz", "weights.h5", "h5"):
+        instead = {
+            "folder": f"repair its {WEIGHTS}",
+            "sharded": "repair each shard, in place",
+        }.get(kind, "load it and repair the model")
+        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
 
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
@@ -123,15 +136,9 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         kind, new: kind of the file, as in `Contents`, and the new arrays.
 
     Raises:
-        FileFormatError: if the kind cannot be rewritten, or the old file is damaged.
+        FileFormatError: if the old file is damaged.
         Unwritable: if the new file cannot be written.
     """
-    if kind not in ("keras", "npz", "weights.h5", "h5"):
-        instead = {
-            "folder": f"repair its {WEIGHTS}",
-            "sharded": "repair each shard, in place",
-        }.get(kind, "load it and repair the model")
-        raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
     target = os.path.join(scratch, os.path.basename(output))
     try:
         os.mkdir(scratch)
@@ -140,8 +147,8 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         else:
             shutil.copyfile(path, target)
             _replace(target, new)
-        shutil.copymode(path, target)
         atomic_files.flush_to_disk(Path(target))
+        shutil.copymode(path, target)  # last: it may be read-only
     except OSError as error:
         if error.errno is None:  # of HDF5, about the old file
             raise

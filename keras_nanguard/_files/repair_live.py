@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
+from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
@@ -36,15 +37,27 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     starts = cache(keras_optimizers.first_values)
 
     def initial(array: Any) -> NDArray[Any]:
+        try:
+            return np.broadcast_to(first(array), array.shape)
+        except NotRepaired:
+            raise
+        except Exception as error:  # classes of the user raise anything
+            what, remedy = "its initializer could not be evaluated", ""
+            if array.who.role == "slot":
+                what = "no optimizer can be made like this one"
+                remedy = ": give its class a get_config with its arguments"
+            raise NotRepaired(f"{what} ({first_line(error)}){remedy}") from error
+
+    def first(array: Any) -> NDArray[Any]:
         if array.who.role != "slot":
             start = keras_layers.initial_value(model, array.variable)
             if start is None:
                 raise NotRepaired(f"its initializer is not known ({array.who.name})")
             return start
-        first = starts(array.owner).get(id(array.variable))
-        if first is None:
+        new = starts(array.owner).get(id(array.variable))
+        if new is None:
             raise NotRepaired("a new optimizer of this configuration has other slots")
-        return keras_variables.read(first)
+        return keras_variables.read(new)
 
     def replace(array: Any, values: NDArray[Any]) -> None:
         array.variable.assign(np.array(values))

@@ -113,7 +113,7 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
         limit: magnitude above which a finite value is counted as beyond the limit.
     """
     counts: Counter[str] = Counter()
-    smallest, largest, total = math.inf, -math.inf, 0.0
+    smallest, largest, mean, finite = math.inf, -math.inf, 0.0, 0
     with np.errstate(all="ignore"):
         for values in _blocks(pieces):
             # The minimum or maximum of values with a NaN is NaN, and an infinity is one of the two.
@@ -128,18 +128,23 @@ def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:
                     continue
                 low, high = float(values.min()), float(values.max())
             smallest, largest = min(smallest, low), max(largest, high)
-            added = float(values.sum())
-            total += added if math.isfinite(added) else float(values.sum(dtype=np.float64))
+            total = float(values.sum())
+            if math.isfinite(total):
+                added = total / values.size
+            else:  # the sum overflows; their mean never does
+                added = min(max(float((values / values.size).sum()), low), high)
+            finite += values.size
+            share = values.size / finite
+            mean = (1.0 - share) * mean + share * added
             if low <= 0 <= high:
                 counts["zeros"] += values.size - int(np.count_nonzero(values))
             bounds = {"beyond_float16": FLOAT16_MAX, "beyond_limit": limit}
             for name, bound in bounds.items():
                 if bound is not None and max(-low, high) > bound:
                     counts[name] += int(np.count_nonzero(np.abs(values) > np.float64(bound)))
-    finite = counts["size"] - counts["nan"] - counts["posinf"] - counts["neginf"]
     if not finite:
         return ArrayStats(**counts)
-    mean = min(max(total / finite, smallest), largest)
+    mean = min(max(mean, smallest), largest)
     return ArrayStats(**counts, min=smallest, max=largest, mean=mean)
 
 

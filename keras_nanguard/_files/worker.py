@@ -45,14 +45,12 @@ def _scan(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str, An
 
 
 def _names(path: str, progress: Progress) -> dict[str, Any]:
-    """Return the configuration of a model, its name, `""` if it has none, and layer, name and role
-    of each array."""
+    """Return the name of a model, `""` if it has none, and layer, name and role of each array."""
     with opened(path) as contents:
-        config = contents.config
-        root = LayerConfig(config).name or contents.names.get("", "")
+        root = LayerConfig(contents.config).name or contents.names.get("", "")
         identities = (array.who for array in contents.arrays)
         variables = [(who.layer, who.name, who.role) for who in identities]
-        return {"config": config, "root": root, "variables": variables}
+        return {"root": root, "variables": variables}
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {

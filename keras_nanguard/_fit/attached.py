@@ -164,7 +164,7 @@ class Attached:
         """Add the guard's own numbers to the logs of an epoch."""
         run, counts = self.session.run, self.session.run.counts
         if self._logs:
-            norm, scale = run.recording.epoch_means()
+            norm, scale = run.recording.recorder.epoch_means(counts.epoch)
             self._norm = norm if math.isfinite(norm) else self._norm
             logs |= {
                 f"{OWN}grad_norm": self._norm,

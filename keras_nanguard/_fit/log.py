@@ -126,12 +126,13 @@ def _details(directory: str | None) -> str:
 
 
 class RunRecording:
-    """Records one run.
+    """Records one run in a recorder, with what the recorder does not know of it.
 
     Args:
         train_state: returns the train state, whose variables have the current values.
 
     Attributes:
+        recorder: the recorder, for what needs nothing else.
         push: records the measurements of one step; see `Recorder.push`.
     """
 
@@ -143,7 +144,7 @@ class RunRecording:
         policy: Policy,
         train_state: Callable[[], TrainState],
     ):
-        self._recorder, self.push = recorder, recorder.push
+        self.recorder, self.push = recorder, recorder.push
         self._counts, self._recovery = counts, recovery
         self._policy, self._train_state = policy, train_state
         self._factor = 1.0  # the last recorded factor of the guard on learning rates
@@ -161,7 +162,7 @@ class RunRecording:
             "versions": current.versions(),
             "policy": self._policy.to_toml(),
         }
-        self._recorder.begin(
+        self.recorder.begin(
             meta,
             scaled=any(map(keras_optimizers.is_loss_scaled, self._train_state().optimizers)),
             path=None if directory is None else Path(directory) / NAME,
@@ -172,23 +173,19 @@ class RunRecording:
 
     def plan(self, epochs: int | None, steps: int | None) -> None:
         """Record how many epochs the fit has, and how many steps each of them, if that is known."""
-        self._recorder.note(epochs=epochs, steps_per_epoch=steps)
+        self.recorder.note(epochs=epochs, steps_per_epoch=steps)
 
     def end(self, finished: bool) -> None:
         """End the recording of the fit."""
         status = "finished" if finished else "failed"
-        self._recorder.end(status, self._counts.step, self._counts.epoch)
-
-    def problem(self) -> str:
-        """Return once which file is not written, and why; `""` if all files are written."""
-        return self._recorder.problem()
+        self.recorder.end(status, self._counts.step, self._counts.epoch)
 
     # Steps and events
 
     def place(self) -> None:
         """Record the epoch of the steps from the current one on."""
         counts = self._counts
-        self._recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
 
     def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
         """Record the current step, with its verdict."""
@@ -197,22 +194,18 @@ class RunRecording:
 
     def undo(self, step: int, again: Collection[int], text: str, data: Any) -> None:
         """Record a rollback: the steps from this one on are undone, and some of them run again."""
-        self._recorder.undo(step, again)
+        self.recorder.undo(step, again)
         self.event("rollback", text, data)
 
     def epoch(self, epoch: int, logs: Any) -> None:
         """Record the end of an epoch, with its logs."""
         counts = self._counts
         data = {"logs": logs, "refused": counts.epoch_refused}
-        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
-
-    def epoch_means(self) -> tuple[float, float]:
-        """Return mean gradient norm and last loss scale of the epoch, as `Recorder` does."""
-        return self._recorder.epoch_means(self._counts.epoch)
+        self.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
 
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
-        self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
+        self.recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
     def actions(self, outcomes: Sequence[Outcome]) -> None:
         """Record a learning rate that an incident has changed."""
@@ -220,15 +213,6 @@ class RunRecording:
         self.factor("; ".join(lowered))
 
     # Learning rates
-
-    @property
-    def wants_rate(self) -> bool:
-        """Whether it is time to read the learning rate again."""
-        return self._recorder.wants_rate
-
-    def refused_rate(self, rate: float) -> None:
-        """Record the learning rate of the last step, which was refused."""
-        self._recorder.rate(rate)
 
     def rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one
@@ -239,7 +223,7 @@ class RunRecording:
             if rate is None:
                 return
             plain = keras_optimizers.rate_variable(optimizer) is not None
-            before = self._recorder.rate(rate, ahead or not plain)
+            before = self.recorder.rate(rate, ahead or not plain)
             if ahead:
                 return
             if self._factor != self._recovery.rate_factor:

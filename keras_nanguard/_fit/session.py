@@ -307,7 +307,7 @@ class Session:
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.run.recording.problem():
+        if problem := self.run.recording.recorder.problem():
             self.run.say(f"NanGuard: {problem}")
 
     def end(self) -> None:

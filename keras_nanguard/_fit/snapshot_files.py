@@ -35,7 +35,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import atomic_files, memory
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.limits import PARSE_ERRORS
+from keras_nanguard._files.formats.limits import PARSE_ERRORS, refuse_bomb
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import resizable
@@ -195,7 +195,10 @@ class SnapshotFile(Mapping[int, Array]):
     def _array(self, name: str) -> Array:
         try:
             if self._file is None:
-                self._file = np.load(self.path / STATE, allow_pickle=False)
+                file = np.load(self.path / STATE, allow_pickle=False)
+                for info in file.zip.infolist():
+                    refuse_bomb(info)
+                self._file = file
             array: Array = self._file[name]
             return array
         except PARSE_ERRORS as error:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import h5py
 import numpy as np
@@ -226,14 +227,13 @@ def test_recalibrate_writes_a_repaired_model(model_file, tmp_path, capsys):
 
 
 def test_recalibrate_refuses_an_output_before_it_runs_the_data(model_file, tmp_path, capsys):
-    """The new file of a legacy `.h5` model is a `.keras` file; a wrong output is refused first."""
-    keras = pytest.importorskip("keras")
-    old = str(tmp_path / "old.h5")
-    keras.models.load_model(model_file).save(old)
+    """The new file is a `.keras` file, also that of the folder of an unzipped model."""
+    with zipfile.ZipFile(model_file) as archive:
+        archive.extractall(tmp_path / "model")
     np.save(tmp_path / "x.npy", np.ones((4, 4), np.float32))
-    data = ["recalibrate", old, "--data", str(tmp_path / "x.npy")]
+    data = ["recalibrate", str(tmp_path / "model"), "--data", str(tmp_path / "x.npy")]
     assert main(data) == CLEAN
-    assert (tmp_path / "old.repaired.keras").exists()
+    assert (tmp_path / "model.repaired.keras").exists()
     np.save(tmp_path / "x.npy", np.full((4, 4), np.nan, np.float32))
     capsys.readouterr()
     assert main([*data, "-o", str(tmp_path / "new.h5")]) == MISUSE

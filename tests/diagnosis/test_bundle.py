@@ -290,6 +290,13 @@ def test_a_part_of_the_model_is_refused(overflow):
         replay(overflow[1].bundle, part)
 
 
+def test_a_legacy_file_is_never_loaded(overflow, tmp_path):
+    """Some versions of Keras run the code that it may contain."""
+    overflow[0].model.save(tmp_path / "model.h5")
+    with pytest.raises(BundleError, match="a legacy file, which may contain code"):
+        replay(overflow[1].bundle, tmp_path / "model.h5")
+
+
 @pytest.mark.parametrize("arguments", [{"mode": "fast"}, {"dtype": "float8"}])
 def test_an_unknown_way_to_run_is_refused(overflow, arguments):
     with pytest.raises(GuardError):

@@ -1,23 +1,33 @@
 """If the arithmetic of an optimizer is proven, all of its steps give finite numbers."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 
-from keras_nanguard import NanGuard
+from keras_nanguard import Incident, NanGuard
+from keras_nanguard._core.history import History
 from keras_nanguard._diagnose.configuration import optimizer_facts
-from keras_nanguard._diagnose.written import MODERATE, PROVEN, must_stay_finite
+from keras_nanguard._diagnose.written import MODERATE, PROVEN, wrote_otherwise
 
 
 def parts(optimizer, weight, slot=None):
-    """Return arguments of `must_stay_finite` for one weight, and a value in its float slots."""
+    """Return a weight, its float slots with a value, and the state of the two and their optimizer."""
     variable = keras.Variable(np.asarray(weight, "float32"))
     optimizer.build([variable])
     slots = [v for v in optimizer.variables[2:] if "float" in str(v.dtype)]
     for held in slots:
         if slot is not None:
             held.assign(np.full(held.shape, slot, "float32"))
-    return variable, slots, ([optimizer], (optimizer_facts(optimizer),), [keras.ops.convert_to_numpy(v) for v in (variable, *slots)])
+    return variable, slots, SimpleNamespace(optimizers=[optimizer], trainable=[variable], slots=slots)
+
+
+def stays_finite(state, norm):
+    """Whether no update can have made bad values of this state, with this norm of the gradient."""
+    incident = Incident(3, 0, 3, (), values={"gradient_norm": norm})
+    facts = tuple(map(optimizer_facts, state.optimizers))
+    return wrote_otherwise(SimpleNamespace(history=History()), incident, state, facts)
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -25,8 +35,8 @@ def parts(optimizer, weight, slot=None):
 def test_moderate_numbers_stay_finite(name, size):
     """The oracle is Keras: weights, slots and gradients at the bounds, under each optimizer."""
     optimizer = getattr(keras.optimizers, name)(1e3)
-    variable, slots, given = parts(optimizer, [size, -size, 0.0], size)
-    assert must_stay_finite(*given, norm=MODERATE)
+    variable, slots, state = parts(optimizer, [size, -size, 0.0], size)
+    assert stays_finite(state, MODERATE)
     for gradient in ([MODERATE / 2, -MODERATE / 2, 0.0], [0.0, 0.0, 0.0], [1e-38, 1.0, size / 2]):
         optimizer.apply([keras.ops.convert_to_tensor(np.asarray(gradient, "float32"))], [variable])
         for held in (variable, *slots):
@@ -37,8 +47,8 @@ def test_moderate_numbers_stay_finite(name, size):
 
 
 def test_bad_entries_are_ignored():
-    _, _, given = parts(keras.optimizers.Adam(), [1.0, np.nan, np.inf, 3e38])
-    assert must_stay_finite(*given, norm=1.0)
+    _, _, state = parts(keras.optimizers.Adam(), [1.0, np.nan, np.inf, 3e38])
+    assert stays_finite(state, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +65,8 @@ def test_bad_entries_are_ignored():
     ],
 )
 def test_unknown_optimizers_prove_nothing(optimizer, weight, norm):
-    _, _, given = parts(optimizer(), weight)
-    assert not must_stay_finite(*given, norm=norm)
+    _, _, state = parts(optimizer(), weight)
+    assert not stays_finite(state, norm)
 
 
 def incident_of(optimizer, write=None):

@@ -15,6 +15,7 @@ import pytest
 from support.command_line import main
 
 from keras_nanguard import FileFormatError, repair, scan
+from keras_nanguard._files.loading import data_arrays
 
 pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
@@ -50,9 +51,9 @@ def test_anything_but_a_model_file_is_rejected_with_one_sentence(make, tmp_path)
     assert "with 1 members" in refusal(zipped(make, {"readme.txt": b"x"}))
 
 
-def zipped(make, members, name="any.zip"):
+def zipped(make, members, name="any.zip", compression=zipfile.ZIP_DEFLATED):
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
         for member, data in members.items():
             archive.writestr(member, data)
     return make.raw(buffer.getvalue(), name)
@@ -161,6 +162,38 @@ def test_a_member_that_unpacks_to_more_than_it_declares_is_refused(make):
     assert "cannot be read" in refusal(make.raw(data))
 
 
+ENDLESS = (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+"""Methods by which `zipfile` unpacks more than it was asked for."""
+
+
+@pytest.mark.parametrize("method", ENDLESS)
+def test_a_member_that_is_neither_stored_nor_deflated_is_refused(make, method):
+    """In a model, beside other arrays, in data for a model: with the remedy, damaged or not."""
+    path = make.keras(compression=method)
+    assert "stored or deflated" in refusal(path) and "numpy.savez" in refusal(path)
+    path = zipped(make, {"config.json": b"{}"}, "model.keras", method)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr("model.weights.h5", make.weights_bytes())
+    assert "stored or deflated" in scan(path).notes[0]
+    for damaged in (False, True):
+        path = zipped(make, {"bad.npy": npy(np.random.default_rng(0).normal(size=999))}, "a.npz", method)
+        with open(path, "r+b") as file:
+            file.seek(400 if damaged else 0)
+            file.write(bytes(30) if damaged else b"")
+        with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("good.npy", npy(np.ones(3)))
+        reasons = unread(path)
+        assert list(reasons) == ["bad"] and "stored or deflated" in reasons["bad"]
+        with pytest.raises(FileFormatError, match="stored or deflated"):
+            data_arrays(path)
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 def test_a_member_that_lies_about_its_place_is_refused(make):
     path = make.keras()
     with zipfile.ZipFile(path) as archive:
@@ -236,38 +269,17 @@ def test_traversal_names_in_an_archive_write_nothing(make, tmp_path):
         assert archive.read("../outside.txt") == b"x"
 
 
-def lambda_config(**layer):
-    """Return the attribute of a legacy `.h5` file with one layer."""
-    return json.dumps({"class_name": "Sequential", "config": {"name": "m", "layers": [layer]}})
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        {
-            "class_name": "Lambda",
-            "config": {"function": ["4wEAAAA=", None, None], "function_type": "lambda"},
-        },
-        {
-            "class_name": "Odd",
-            "module": "keras.layers",
-            "config": {"function": {"class_name": "__lambda__", "config": {}}},
-        },
-        {
-            "class_name": "TimeDistributed",
-            "config": {"layer": {"class_name": "layers.Lambda", "config": {}}},
-        },
-    ],
-)
-def test_code_in_a_legacy_file_is_never_run(make, layer, capsys):
-    """Some versions of Keras run it in safe mode: the file is rejected before Keras reads it."""
-    path = make.weights(name="model.h5")
-    with h5py.File(path, "r+") as file:
-        file.attrs["model_config"] = lambda_config(**layer)
-    assert main(["lint", str(path)]) == 2 and "which is code" in capsys.readouterr().err
-    with h5py.File(path, "r+") as file:
-        file.attrs["model_config"] = np.void(lambda_config(**layer).encode())
-    assert main(["lint", str(path)]) == 2 and "no configuration" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ("model.h5", "model.weights.h5", "model.keras"))
+def test_a_legacy_file_is_never_loaded(make, name, capsys):
+    """It may contain code, which some versions of Keras run in safe mode: Keras never reads it."""
+    path = make.weights(name=name)
+    np.save(make.folder / "x.npy", np.ones((2, 4)))
+    for words in (["lint"], ["diagnose", "--data", "x.npy"], ["recalibrate", "--data", "x.npy"]):
+        words = [str(make.folder / word) if word == "x.npy" else word for word in words]
+        assert main([*words, path]) == 2
+        error = capsys.readouterr().err
+        assert "a legacy file, which may contain code" in error and "save it as .keras" in error
+    assert scan(path).ok
 
 
 @pytest.mark.slow

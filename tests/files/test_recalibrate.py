@@ -61,6 +61,25 @@ def test_nothing_else_moves(keras, task):
     assert "call" not in vars(model.get_layer("bn"))
 
 
+def test_layers_of_one_name_are_estimated_each(keras):
+    """Within a custom layer they have one path."""
+    norm = keras.layers.BatchNormalization
+
+    class Twins(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = norm(name="bn"), norm(name="bn", center=False)
+
+        def call(self, x, training=False):
+            return self.b(self.a(x, training=training) + 5.0, training=training)
+
+    model, x = Twins(), np.random.default_rng(0).normal(9.0, 3.0, (40, 4)).astype(np.float32)
+    model(x)
+    assert [layer.path for layer in recalibrate(model, x).layers] == ["bn", "bn"]
+    agrees(model.a, x)
+    np.testing.assert_allclose(model.b.moving_mean.numpy(), np.full(4, 5.0), rtol=1e-4)
+
+
 def test_a_stateful_layer_and_hard_wired_dropout_keep_their_state(keras):
     inputs = keras.Input((3, 2), batch_size=4)
     x = keras.layers.BatchNormalization()(inputs)

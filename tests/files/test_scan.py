@@ -275,6 +275,23 @@ def test_large_finite_values_are_not_infinities():
     assert found.mean == pytest.approx(float(np.finfo(np.float32).max))
 
 
+@pytest.mark.parametrize(
+    ("parts", "mean"),
+    [
+        (((100_000, 1e308), (100_000, -1e308)), 0.0),
+        (((30_000, 1e308), (90_000, -1e308)), -5e307),
+        (((1, 1.7e308), (1, np.nan), (1, -1.7e308)), 0.0),
+        (((70_000, np.finfo(np.float64).max),), np.finfo(np.float64).max),
+        (((70_000, 5e-324),), 5e-324),
+        (((1, -1.7e308), (60_000, 1.7e308)), 1.7e308 * (59_999 / 60_001)),
+    ],
+)
+def test_the_mean_of_the_largest_and_smallest_numbers(parts, mean):
+    """Sums that overflow to Inf of both signs make no NaN."""
+    found = statistics([np.full(count, value) for count, value in parts])
+    assert found.mean == pytest.approx(mean, rel=1e-9, abs=1e296 if mean == 0.0 else 0.0)
+
+
 @pytest.mark.parametrize("dtype", ("float16", "float32", "float64", "bfloat16"))
 def test_the_mean_is_that_of_the_finite_values(dtype):
     array = np.random.default_rng(0).normal(3.0, 1.0, 200_000).astype(named_dtype(dtype))

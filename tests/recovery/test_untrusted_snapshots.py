@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -152,6 +153,18 @@ def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
     raw[:4] = b"none"
     (snapshot / "state.npz").write_bytes(raw)
     with pytest.raises(GuardError, match="does not fit this model"):
+        resumed(snapshot, tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_arrays_that_could_unpack_without_limit(snapshot, tmp_path, method):
+    """Members that are neither stored nor deflated are refused before any is read."""
+    with zipfile.ZipFile(snapshot / "state.npz") as stored:
+        members = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(snapshot / "state.npz", "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(GuardError, match="stored or deflated"):
         resumed(snapshot, tmp_path)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from campaigns.fuzz_recipes import json_text
 from keras_nanguard import Diagnosis, FileFormatError, GuardError, Incident, Recording
 from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads
 from keras_nanguard._diagnose.bundle import _readme
+from keras_nanguard._files import bundles
 from keras_nanguard._report import cards, console, files, html, terminal
 from keras_nanguard._report.shown import ShownRun
 
@@ -133,6 +135,19 @@ def test_members_that_are_not_arrays_are_omitted(bundle, name):
     """A broken header, more than the free memory, no array: the page omits them."""
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
+    assert cards.shown(bundle, (0,)) == []
+
+
+def test_a_member_that_unpacks_without_limit_is_omitted(bundle):
+    """It declares 1 KB, and `zipfile` would unpack 64 MB of it at once, in this process."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros((2, 108), np.float32))
+    with zipfile.ZipFile(bundle / "batch.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("0.npy", buffer.getvalue() + bytes(64 << 20))
+        archive.infolist()[0].file_size = len(buffer.getvalue())
+        archive.infolist()[0].CRC = zlib.crc32(buffer.getvalue())
+    with pytest.raises(FileFormatError, match=r"stored or deflated.*numpy\.savez"):
+        bundles.batch_arrays(bundle, 64 << 20)
     assert cards.shown(bundle, (0,)) == []
 
 

@@ -17,6 +17,11 @@ from pathlib import Path
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.plain_values import plain_text
 
+try:
+    from lzma import LZMAError
+except ImportError:  # Python was built without it
+    LZMAError = zlib.error  # type: ignore[misc,assignment]
+
 READ_BYTES = 4 << 20
 """Bytes per read."""
 
@@ -52,7 +57,7 @@ MiB; JSON that consists of empty lists takes 25 times its size in memory."""
 PARSE_ERRORS = (
     *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError),
     *(ArithmeticError, MemoryError, EOFError, SyntaxError, NotImplementedError, AssertionError),
-    *(struct.error, tokenize.TokenError, zlib.error, zipfile.BadZipFile),
+    *(struct.error, tokenize.TokenError, zlib.error, LZMAError, zipfile.BadZipFile),
 )
 """Exceptions of h5py, zipfile, zlib, json and NumPy for damaged or malicious files (found by
 fuzzing).
@@ -90,11 +95,18 @@ def declared_too_much(
 
 
 def refuse_bomb(info: zipfile.ZipInfo) -> None:
-    """Raise a `FileFormatError` for a member that is encrypted or declares far more data than it
-    stores."""
+    """Raise a `FileFormatError` for a member that is encrypted, or that declares or can unpack to
+    far more data than it stores.
+
+    Only of a stored or deflated member does `zipfile` unpack no more than it is asked for.
+    """
     name = plain_text(info.filename)
     if info.flag_bits & 1:
         raise FileFormatError(f"{name} is encrypted; Keras files never are.")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        received = f"{name}, compressed by method {info.compress_type}"
+        remedy = "Write the file again with model.save or numpy.savez."
+        raise FileFormatError(expected("a member that is stored or deflated", received, remedy))
     if info.file_size > max(BOMB_FLOOR, MAX_MEMBER_EXPANSION * info.compress_size):
         declared = f"declares {info.file_size} bytes and stores {info.compress_size}"
         raise FileFormatError(f"{name} {declared}: a zip bomb.")

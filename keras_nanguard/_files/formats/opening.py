@@ -181,7 +181,9 @@ def _archive(path: str, stack: ExitStack) -> Contents:
 
 def _keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
     def read() -> bytes:
-        with archive.open("config.json") as member:
+        info = archive.getinfo("config.json")
+        refuse_bomb(info)
+        with archive.open(info) as member:
             return member.read(MAX_JSON + 1)
 
     contents = Contents("keras", [])
