@@ -19,6 +19,7 @@ from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.rollback import ActionContext, Restart
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -39,12 +40,13 @@ class Done(NamedTuple):
 
     Attributes:
         text: what was done, in words.
+        restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
         state: the state that training ends with, in words, if one was to be restored.
     """
 
     text: str
-    restored: bool = False
+    restored: Snapshot | None = None
     rerun: Rerun | None = None
     lowered: Sequence[Lowered] = ()
     state: str = ""
@@ -72,12 +74,14 @@ class Response:
     """What the actions of a decision have done.
 
     Attributes:
-        rerun: the steps to replay from the snapshot that was restored last, or `None`.
+        restored: the snapshot that was restored last, if any.
+        rerun: the steps to replay from it, or `None`.
         ends: how training ends, as in `Performer`; empty if it continues.
         state_replaced: whether an action has written the state.
     """
 
     outcomes: tuple[Outcome, ...]
+    restored: Snapshot | None
     rerun: Rerun | None
     effects: Effects
     ends: Set[str]
@@ -106,12 +110,13 @@ def perform(
     context = ActionContext(run, incident, report, replays, rates, restart)
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
-    restored = [one for one in done if one.restored]
+    last = next((one for one in reversed(done) if one.restored is not None), Done(""))
     lowered = [rate for one in done for rate in one.lowered]
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
         outcomes=tuple(outcome for outcome, _ in results),
-        rerun=restored[-1].rerun if restored else None,
+        restored=last.restored,
+        rerun=last.rerun,
         effects=Effects(lowered, "; ".join(one.state for one in done if one.state)),
         ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
         state_replaced=not written.isdisjoint(("snapshot", "parts")),
@@ -159,9 +164,9 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
         again = f"{times(len(rerun.batches), 'later step')} replayed"
-        return Done(f"{back}{also}; {again}", restored=True, rerun=rerun)
+        return Done(f"{back}{also}; {again}", snapshot, rerun)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return Done(f"{back}; {lost}{also}", restored=True)
+    return Done(f"{back}; {lost}{also}", snapshot)
 
 
 def _lower_lr(context: ActionContext, p: Parameters) -> Done:
@@ -355,7 +360,7 @@ def _last_good(context: ActionContext) -> Done:
         return Done(text, state=text)
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
     text = f"{state} restored{again}"
-    return Done(text, restored=True, rerun=rerun, state=text)
+    return Done(text, snapshot, rerun, state=text)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
