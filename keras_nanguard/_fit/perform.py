@@ -77,7 +77,7 @@ class Response:
         restored: the snapshot that was restored last, if any.
         rerun: the steps to replay from it, or `None`.
         ends: how training ends, as in `Performer`; empty if it continues.
-        state_replaced: whether an action has written the state.
+        state_replaced: whether an action has written the state, also at the end of training.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -119,7 +119,7 @@ def perform(
         rerun=last.rerun,
         effects=Effects(lowered, "; ".join(one.state for one in done if one.state)),
         ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
-        state_replaced=not written.isdisjoint(("snapshot", "parts")),
+        state_replaced=last.restored is not None or "parts" in written,
     )
 
 

@@ -248,12 +248,12 @@ class Session:
         replacements = run.replacements
         reports = {report.verdict.step: report for report in transaction.take_reports()}
         for verdict in transaction.verdicts(first, end):
-            if run.replacements > replacements or run.stopped:  # later steps ran on another state
+            if run.replacements > replacements:  # later steps ran on another state
                 counts.refuse(end - counts.step)
                 for refused in range(counts.step, end):
                     run.recording.push(refused, nan, nan, nan, REFUSED)
                 break
-            if verdict.halted:
+            if verdict.halted or (run.stopped and verdict.refused):
                 counts.refuse()
                 run.recording.step(verdict, REFUSED)
             else:

@@ -99,6 +99,18 @@ def test_later_steps_of_an_execution(action, refused, remembered):
     assert (guard.session.run.counts.refused, known.seen[-1]) == (refused, remembered)
 
 
+@pytest.mark.requires_backend("tensorflow", reason="several steps in one compiled call")
+def test_later_steps_of_the_execution_in_which_training_stops():
+    """They have run on the same state: those that have committed count as such."""
+    model, guard = zoo.plain("sgd", dropout=False, steps_per_execution=10), NanGuard("stop", verbose=0)
+    data = zoo.poison(zoo.poison(zoo.regression(batches=10), 3), 7)
+    history = zoo.fit(model, data, guard, epochs=1)
+    assert guard.stopped and [incident.step for incident in guard.incidents] == [3]
+    assert history["refused_steps"] == [2] and int(model.optimizer.iterations) == 8
+    assert guard.session.run.counts.committed == 8
+    assert np.flatnonzero(guard.recording.steps["status"]).tolist() == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("action", "build", "reason"),
     [
