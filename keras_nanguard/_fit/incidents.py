@@ -13,7 +13,6 @@ from keras_nanguard._core.data import argument_path, named
 from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
     Decision,
-    Effects,
     Finding,
     Incident,
     NonFiniteError,
@@ -131,7 +130,7 @@ class Incidents:
     that, or waits for steps that run again.
 
     Args:
-        announce: called with each complete incident, and what its actions have done, in order.
+        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -141,14 +140,14 @@ class Incidents:
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Effects], None],
+        announce: Callable[[Incident], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):
         self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
         self.again, self._next = Again(run, self._poles), AfterRefusal(run)
-        self._waiting: list[tuple[Incident, Effects]] = []
+        self._waiting: list[Incident] = []
         self._unusable: Unusable = {}  # the poles that the first of these is about
         # The last bad steps that matter for the next one.
         self._postponed: int | None = None  # has left NaN in the state of this process alone
@@ -241,7 +240,7 @@ class Incidents:
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self._publish(incident_of(run, [finding], run.step, **about), Effects())
+            self._publish(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -281,7 +280,7 @@ class Incidents:
         incident = self._decided(explained, report)
         response = perform(self._run, incident, report, self.again.rollbacks, restart)
         incident = self._apply(response, incident, poles)
-        self._publish(incident, response.effects)
+        self._publish(incident)
         if "raise" in response.ends:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
@@ -289,7 +288,7 @@ class Incidents:
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
         incident, _ = self._explained(detected, None, Agreement())
-        self._publish(incident, Effects())
+        self._publish(incident)
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -383,12 +382,12 @@ class Incidents:
             self._unusable = poles
         return incident.with_(outcomes=outcomes)
 
-    def _publish(self, incident: Incident, effects: Effects) -> None:
+    def _publish(self, incident: Incident) -> None:
         """Announce an incident, once the steps that are to run again have done so."""
         if self.again.rollbacks:
-            self._waiting.append((incident, effects))
+            self._waiting.append(incident)
         else:
-            self._announce(incident, effects)
+            self._announce(incident)
 
     def end_replays(self, completed: bool) -> None:
         """Continue after the replays, and announce the incidents that have waited for them, in
@@ -402,8 +401,7 @@ class Incidents:
         if completed:
             self._run.save_changes()
         if completed and self._unusable:
-            first, effects = waiting[0]
             words = self._poles.pass_over_found(self._unusable)
-            waiting[0] = first.with_(outcomes=_continued(first.outcomes, words)), effects
-        for one in waiting:
-            self._announce(*one)
+            waiting[0] = waiting[0].with_(outcomes=_continued(waiting[0].outcomes, words))
+        for incident in waiting:
+            self._announce(incident)

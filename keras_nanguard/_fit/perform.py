@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.incident import Effects, Incident, Lowered, Outcome
+from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
@@ -39,17 +39,15 @@ class Done(NamedTuple):
     """The result of an action that was done.
 
     Attributes:
-        text: what was done, in words.
+        text: what was done, in words. The printed line has that of a lowered rate, and of the end
+            of training the clause about `the state` that was to be restored.
         restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
-        state: the state that training ends with, in words, if one was to be restored.
     """
 
     text: str
     restored: Snapshot | None = None
     rerun: Rerun | None = None
-    lowered: Sequence[Lowered] = ()
-    state: str = ""
 
 
 class Performer(NamedTuple):
@@ -83,7 +81,6 @@ class Response:
     outcomes: tuple[Outcome, ...]
     restored: Snapshot | None
     rerun: Rerun | None
-    effects: Effects
     ends: Set[str]
     state_replaced: bool
 
@@ -111,13 +108,11 @@ def perform(
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
     last = next((one for one in reversed(done) if one.restored is not None), Done(""))
-    lowered = [rate for one in done for rate in one.lowered]
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
         outcomes=tuple(outcome for outcome, _ in results),
         restored=last.restored,
         rerun=last.rerun,
-        effects=Effects(lowered, "; ".join(one.state for one in done if one.state)),
         ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
         state_replaced=last.restored is not None or "parts" in written,
     )
@@ -185,7 +180,7 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
             before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
             rebuild |= retrace
             if after < before:
-                changed.append(Lowered(optimizer.name, before, after))
+                changed.append((optimizer.name, f"{before:.3g} -> {after:.3g}"))
     except BaseException:  # a schedule of the user's own may raise
         undo()
         raise
@@ -194,8 +189,9 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if rebuild:
         run.rebuild(undo)
     run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
-    rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
-    return Done(f"learning rate of {rates}", lowered=changed)
+    if len(changed) == 1:
+        return Done(f"learning rate {changed[0][1]}")
+    return Done(f"learning rate of {', '.join(f'{name}: {rates}' for name, rates in changed)}")
 
 
 def _lowered_in_vain(run: Run, incident: Incident) -> bool:
@@ -356,11 +352,9 @@ def _last_good(context: ActionContext) -> Done:
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        text = f"{state} not restored: {type(problem).__name__}: {problem}"
-        return Done(text, state=text)
+        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
-    text = f"{state} restored{again}"
-    return Done(text, snapshot, rerun, state=text)
+    return Done(f"{state} restored{again}", snapshot, rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

@@ -14,7 +14,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.incident import Diagnosis, Effects, Finding, Incident, NonFiniteError
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import FitLogs
@@ -33,7 +33,7 @@ class Session:
     """The host side of the transaction: what happens before and after each step of a run.
 
     Args:
-        announce: called with each complete incident, and what its actions have done.
+        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -46,7 +46,7 @@ class Session:
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Effects], None],
+        announce: Callable[[Incident], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):

@@ -332,9 +332,9 @@ class TestLowerLr:
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
         assert outcomes(guard, "lower_lr") == [
             (0, "skipped", "no step has committed yet, so a lower rate has no effect"),
-            (2, "done", "learning rate of sgd: 0.5 -> 0.25"),
+            (2, "done", "learning rate 0.5 -> 0.25"),
             (3, "skipped", "no step has committed since it was lowered, so a lower rate has no effect"),
-            (5, "done", "learning rate of sgd: 0.25 -> 0.125"),
+            (5, "done", "learning rate 0.25 -> 0.125"),
         ]
 
     def test_rate_at_which_the_update_overflows(self):
