@@ -234,16 +234,18 @@ class Again:
         if rerun is not None and not self.rollbacks:
             self._stopped, self._refused = run.stopped, counts.last_refused
             self._streaks = run.recovery.policy_state
-        run.history.undo(snapshot.step)
-        again = None if rerun is None else rerun.refused
-        counts.go_back(snapshot.step, snapshot.good, again)
+        step, every = snapshot.step, run.policy.snapshot.every
+        run.history.undo(step)
+        counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
         if rerun is None:
             run.recent.restart()
             return
         self.rollbacks += 1
-        run.recent.return_to(snapshot.step)
+        run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
-        self._plan_tasks()
+        for task in ("changes", "checks", "proof"):  # they are due again
+            run.plan(task, step + 1)
+        run.plan("snapshot", step + every if every else math.inf)
         self._metrics = self._metrics_from(snapshot)
         self._batches.extendleft(reversed(rerun.batches))
 
@@ -283,13 +285,6 @@ class Again:
             run.access.sync_variables()
             for variable, value in self._metrics:
                 keras_variables.write(variable, value)
-
-    def _plan_tasks(self) -> None:
-        """Plan the tasks that are due again after a rollback."""
-        run, every = self._run, self._run.policy.snapshot.every
-        for task in ("changes", "checks", "proof"):
-            run.plan(task, run.step + 1)
-        run.plan("snapshot", run.step + every if every else math.inf)
 
     def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back
