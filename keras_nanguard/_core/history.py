@@ -161,18 +161,16 @@ class History:
     Attributes:
         statistics, updated: the sums over the moving statistics, and over weights and slots, in the
             last good step (see `Verdict`), whether it was undone or not.
-        undone: step and loss of the steps that the last rollback has undone.
         weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
     """
 
-    __slots__ = ("_first", "_recent", "statistics", "undone", "updated", "weights")
+    __slots__ = ("_first", "_recent", "statistics", "updated", "weights")
 
     def __init__(self) -> None:
         self._first: list[Measured] = []
         self._recent: deque[Measured] = deque(maxlen=LONG)
         self.statistics = self.updated = 0.0
         self.weights: dict[int, tuple[float, float]] = {}
-        self.undone: list[tuple[int, float]] = []
 
     def push(
         self,
@@ -222,7 +220,6 @@ class History:
     def undo(self, step: int) -> None:
         """Remove the steps from this one on from the series, because a rollback has undone them."""
         kept = [measured for measured in self._recent if measured.step < step]
-        self.undone = [measured[:2] for measured in self._recent if measured.step >= step]
         self._recent = deque(kept, maxlen=LONG)
 
     def before(self, step: int) -> list[Measured]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.data import argument_path
@@ -374,30 +374,6 @@ def needs_user(incident: Incident) -> bool:
     """Return whether training ends, or a result of `evaluate` or `predict` is bad."""
     terminal = incident.decision is not None and incident.decision.terminal
     return terminal or bool({"validation", "predictions"} & set(incident.sites))
-
-
-class Lowered(NamedTuple):
-    """A learning rate that was lowered: its optimizer, and the rate before and after."""
-
-    optimizer: str
-    before: float
-    after: float
-
-    @property
-    def rates(self) -> str:
-        """Both rates as text."""
-        return f"{self.before:.3g} -> {self.after:.3g}"
-
-
-class Effects(NamedTuple):
-    """What the actions of an incident have done, as its printed line shows it.
-
-    Attributes:
-        state: the state that training ends with, in words, if one was to be restored.
-    """
-
-    lowered: Sequence[Lowered] = ()
-    state: str = ""
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):

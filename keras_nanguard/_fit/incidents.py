@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path, named
-from keras_nanguard._core.history import MAX_RATE, WINDOW, level_of, onset
+from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
     Decision,
-    Effects,
     Finding,
     Incident,
     NonFiniteError,
@@ -26,9 +25,8 @@ from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.overflow import is_ordinary
 from keras_nanguard._fit.perform import Response, perform
 from keras_nanguard._fit.poles import Poles, Unusable
-from keras_nanguard._fit.rollback import Replay, Restart
+from keras_nanguard._fit.rollback import Again, Restart
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import tried
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -125,30 +123,32 @@ class AfterRefusal:
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
-    A rollback replays the steps that it has undone. Each of them passes through `Session.after`
-    like any other, so it may lead back to `handle`. Such an inner call replays nothing: it leaves
-    its steps to the running `Replay`, and its incident waits for the one that caused the replay.
+    A rollback leaves the steps that it has undone to `again`: `Session` runs them again. Until then
+    its incident waits, and those of the steps that run again wait for it.
 
-    All methods raise `NonFiniteError` if the policy requires it, after the incident was reported.
+    All methods raise `NonFiniteError` if the policy requires it. The incident is reported before
+    that, or waits for steps that run again.
 
     Args:
-        announce: called with each complete incident, and what its actions have done, in order.
+        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
-        after: handles the verdict of a replayed step.
+
+    Attributes:
+        again: the steps that are to run again.
     """
 
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Effects], None],
+        announce: Callable[[Incident], None],
         explain: Explainer | None,
         bad_rows: BadRows,
-        after: Callable[[Verdict], object],
     ):
         self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
-        self.replay, self._next = Replay(run, self._poles, after), AfterRefusal(run)
-        self._waiting: list[tuple[Incident, Effects]] = []
+        self.again, self._next = Again(run, self._poles), AfterRefusal(run)
+        self._waiting: list[Incident] = []
+        self._unusable: Unusable = {}  # the poles that the first of these is about
         # The last bad steps that matter for the next one.
         self._postponed: int | None = None  # has left NaN in the state of this process alone
         self._observed: int | None = None  # was bad under a policy that refuses nothing
@@ -163,7 +163,7 @@ class Incidents:
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             self.handle(self._incident(run.scan(), step - 1, self._verdict_before(verdict)))
-            self.replay.leave_out(step)
+            self.again.leave_out(step)
             return
         run.recent.push(step, run.access.transaction.given, refused=True)
         if refusal == "overflow":
@@ -175,7 +175,8 @@ class Incidents:
         if "learning_rate" in detected.values:
             run.recording.recorder.rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
-        self._next.prepare(incident, step, args, state)
+        if not (self.again.rollbacks and run.stopped):  # else no further batch follows
+            self._next.prepare(incident, step, args, state)
 
     def _verdict_before(self, verdict: Verdict) -> Verdict:
         """Return the verdict of the step before one that was refused for the state that it left."""
@@ -245,7 +246,7 @@ class Incidents:
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self._publish(incident_of(run, [finding], run.step, **about), Effects())
+            self._publish(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -283,9 +284,9 @@ class Incidents:
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
         incident = self._decided(explained, report)
-        response = perform(self._run, incident, report, self.replay.rollbacks, restart)
+        response = perform(self._run, incident, report, self.again.rollbacks, restart)
         incident = self._apply(response, incident, poles)
-        self._publish(incident, response.effects)
+        self._publish(incident)
         if "raise" in response.ends:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return incident
@@ -293,7 +294,7 @@ class Incidents:
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
         incident, _ = self._explained(detected, None, Agreement())
-        self._publish(incident, Effects())
+        self._publish(incident)
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -375,43 +376,38 @@ class Incidents:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
         run.recording.actions(outcomes)
-        if response.rerun is not None and self.replay.rollbacks:
-            self.replay.continue_with(response.rerun)  # its steps reach the poles again
-        else:
-            if response.rerun is not None:
-                acted = incident.with_(outcomes=outcomes)
-                outcomes = self._replay_undone(response.rerun, acted, response.effects)
-            outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
         if response.state_replaced:
             run.count_replacement()
-        run.plan_changes()
-        run.save_changes()
+        if response.restored is not None:
+            self.again.go_back(response.restored, response.rerun)
+        if response.rerun is None:
+            outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
+            run.plan_changes()
+            run.save_changes()
+        elif self.again.rollbacks == 1:
+            self._unusable = poles
         return incident.with_(outcomes=outcomes)
 
-    def _replay_undone(
-        self, rerun: Rerun, incident: Incident, effects: Effects
-    ) -> tuple[Outcome, ...]:
-        """Replay the steps that a rollback has undone; return the outcomes with the result."""
-        history, result = self._run.history, ""
-        before = level_of(history.undone)
-        try:
-            self.replay.run(rerun)
-        except BaseException:
-            self._publish(incident, effects)
-            raise
-        after = level_of(history.last(WINDOW))
-        if before is not None and after is not None:
-            result = f": loss {before.value:.3g} -> {after.value:.3g}"
-        return tuple(
-            replace(o, detail=o.detail + result) if o.action == "rollback" else o
-            for o in incident.outcomes
-        )
+    def _publish(self, incident: Incident) -> None:
+        """Announce an incident, once the steps that are to run again have done so."""
+        if self.again.rollbacks:
+            self._waiting.append(incident)
+        else:
+            self._announce(incident)
 
-    def _publish(self, incident: Incident, effects: Effects) -> None:
-        """Announce an incident; one of a replayed step waits for the one that caused the replay."""
-        if self.replay.rollbacks:
-            self._waiting.append((incident, effects))
-            return
+    def end_replays(self, completed: bool) -> None:
+        """Continue after the replays, and announce the incidents that have waited for them, in
+        order: first the one that has caused them.
+
+        Args:
+            completed: whether no exception has ended them.
+        """
+        self.again.end(completed)
         waiting, self._waiting = self._waiting, []
-        for one in ((incident, effects), *waiting):
-            self._announce(*one)
+        if completed:
+            self._run.save_changes()
+        if completed and self._unusable:
+            words = self._poles.pass_over_found(self._unusable)
+            waiting[0] = waiting[0].with_(outcomes=_continued(waiting[0].outcomes, words))
+        for incident in waiting:
+            self._announce(incident)

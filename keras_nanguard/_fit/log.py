@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._core.incident import Effects, Incident, Outcome
+from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.totals import Totals
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -47,10 +47,10 @@ class Reporter:
         """Begin a run, with its directory if it has one."""
         self._of_run, self._details = [], _details(directory)
 
-    def incident(self, incident: Incident, samples: Sequence[BadSample], effects: Effects) -> None:
+    def incident(self, incident: Incident, samples: Sequence[BadSample]) -> None:
         """Print the line of an incident, if it has one."""
         self._of_run.append(incident)
-        context = console.Context(samples, effects, self._details)
+        context = console.Context(samples, self._details)
         self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
 
     def _line_of(self, incident: Incident, context: console.Context) -> str:
@@ -273,8 +273,8 @@ class GuardLog:
         """The numbers of steps of all fits so far."""
         return self._earlier if self._counts is None else self._earlier.plus(self._counts.totals)
 
-    def announce(self, incident: Incident, effects: Effects) -> None:
-        """Record and print an incident, with what its actions have done."""
+    def announce(self, incident: Incident) -> None:
+        """Record and print an incident."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             for place, earlier in enumerate(self.incidents):
                 if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
@@ -283,7 +283,7 @@ class GuardLog:
         self.reporter.attempt("record an incident", lambda: self._record(incident))
         step = incident.step + self.recorder.base
         samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
-        self.reporter.incident(incident, samples, effects)
+        self.reporter.incident(incident, samples)
 
     def _record(self, incident: Incident) -> None:
         text, data = str(incident), incident.to_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
-from keras_nanguard._core.incident import Effects, Incident, Lowered, Outcome
+from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
@@ -19,6 +19,7 @@ from keras_nanguard._fit.batchnorm import initial_statistics, learning
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.rollback import ActionContext, Restart
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -38,16 +39,15 @@ class Done(NamedTuple):
     """The result of an action that was done.
 
     Attributes:
-        text: what was done, in words.
+        text: what was done, in words. The printed line has that of a lowered rate, and of the end
+            of training the clause about `the state` that was to be restored.
+        restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
-        state: the state that training ends with, in words, if one was to be restored.
     """
 
     text: str
-    restored: bool = False
+    restored: Snapshot | None = None
     rerun: Rerun | None = None
-    lowered: Sequence[Lowered] = ()
-    state: str = ""
 
 
 class Performer(NamedTuple):
@@ -72,14 +72,15 @@ class Response:
     """What the actions of a decision have done.
 
     Attributes:
-        rerun: the steps to replay from the snapshot that was restored last, or `None`.
+        restored: the snapshot that was restored last, if any.
+        rerun: the steps to replay from it, or `None`.
         ends: how training ends, as in `Performer`; empty if it continues.
-        state_replaced: whether an action has written the state.
+        state_replaced: whether an action has written the state, also at the end of training.
     """
 
     outcomes: tuple[Outcome, ...]
+    restored: Snapshot | None
     rerun: Rerun | None
-    effects: Effects
     ends: Set[str]
     state_replaced: bool
 
@@ -106,15 +107,14 @@ def perform(
     context = ActionContext(run, incident, report, replays, rates, restart)
     results = [_attempt(context, action) for action in decision.actions]
     done = [one for _, one in results if one is not None]
-    restored = [one for one in done if one.restored]
-    lowered = [rate for one in done for rate in one.lowered]
+    last = next((one for one in reversed(done) if one.restored is not None), Done(""))
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
     return Response(
         outcomes=tuple(outcome for outcome, _ in results),
-        rerun=restored[-1].rerun if restored else None,
-        effects=Effects(lowered, "; ".join(one.state for one in done if one.state)),
+        restored=last.restored,
+        rerun=last.rerun,
         ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
-        state_replaced=not written.isdisjoint(("snapshot", "parts")),
+        state_replaced=last.restored is not None or "parts" in written,
     )
 
 
@@ -159,9 +159,9 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
         again = f"{times(len(rerun.batches), 'later step')} replayed"
-        return Done(f"{back}{also}; {again}", restored=True, rerun=rerun)
+        return Done(f"{back}{also}; {again}", snapshot, rerun)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return Done(f"{back}; {lost}{also}", restored=True)
+    return Done(f"{back}; {lost}{also}", snapshot)
 
 
 def _lower_lr(context: ActionContext, p: Parameters) -> Done:
@@ -180,7 +180,7 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
             before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
             rebuild |= retrace
             if after < before:
-                changed.append(Lowered(optimizer.name, before, after))
+                changed.append((optimizer.name, f"{before:.3g} -> {after:.3g}"))
     except BaseException:  # a schedule of the user's own may raise
         undo()
         raise
@@ -189,8 +189,9 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if rebuild:
         run.rebuild(undo)
     run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
-    rates = ", ".join(f"{one.optimizer}: {one.rates}" for one in changed)
-    return Done(f"learning rate of {rates}", lowered=changed)
+    if len(changed) == 1:
+        return Done(f"learning rate {changed[0][1]}")
+    return Done(f"learning rate of {', '.join(f'{name}: {rates}' for name, rates in changed)}")
 
 
 def _lowered_in_vain(run: Run, incident: Incident) -> bool:
@@ -351,11 +352,9 @@ def _last_good(context: ActionContext) -> Done:
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        text = f"{state} not restored: {type(problem).__name__}: {problem}"
-        return Done(text, state=text)
+        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
     again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
-    text = f"{state} restored{again}"
-    return Done(text, restored=True, rerun=rerun, state=text)
+    return Done(f"{state} restored{again}", snapshot, rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

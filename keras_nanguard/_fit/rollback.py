@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._policy.decide import PolicyState
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -131,6 +132,8 @@ class ActionContext:
         ends = incident.decision is not None and incident.decision.terminal
         if self.replays and (ends or run.stopped or self.replays >= MOST_RERUNS):
             return run.agreement.rerun(None)
+        if not run.step and self.report is None:
+            return run.agreement.rerun(None)  # no step has run
         bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
         if run.access.can_run_again and not incident.refused and (ends or bad):
             run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
@@ -146,8 +149,8 @@ class ActionContext:
     # Restoring it
 
     def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
-        """Write a snapshot into the model, and continue to count from it; return how many committed
-        steps this has undone.
+        """Write a snapshot into the model, and record that; return how many committed steps this
+        has undone. `Again.go_back` follows once all actions are done.
 
         Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
@@ -162,7 +165,14 @@ class ActionContext:
             Exception: if the snapshot could not be written; the model has the previous state.
         """
         self._write(snapshot, replays=rerun is not None, reseed=reseed)
-        return self._undo_steps(snapshot, rerun)
+        run, step, undone = self.run, snapshot.step, self._committed_since(snapshot)
+        run.ring.forget_after(step)
+        batches = enumerate(rerun.batches, step) if rerun is not None else ()
+        again = frozenset(number for number, args in batches if args is not None)
+        data = {"to": step, "undone": undone, "run_again": len(again)}
+        then = f"; {len(again)} steps replayed" if again else ""
+        run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
+        return undone
 
     def _write(self, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         """Write a snapshot, and restore or advance the random generators."""
@@ -180,25 +190,6 @@ class ActionContext:
         if estimate is not None:
             estimate.restart()
 
-    def _undo_steps(self, snapshot: Snapshot, rerun: Rerun | None) -> int:
-        """Remove the steps since a snapshot from counts, batches, measurements and recording;
-        return how many of them had committed.
-        """
-        run, step, undone = self.run, snapshot.step, self._committed_since(snapshot)
-        run.ring.forget_after(step)
-        run.counts.restore(step, snapshot.good if rerun is None else None)
-        if rerun is None:
-            run.recent.restart()
-        else:
-            run.recent.return_to(step)
-        run.history.undo(step)
-        batches = enumerate(rerun.batches, step) if rerun is not None else ()
-        again = frozenset(number for number, args in batches if args is not None)
-        data = {"to": step, "undone": undone, "run_again": len(again)}
-        then = f"; {len(again)} steps replayed" if again else ""
-        run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
-        return undone
-
     def _committed_since(self, snapshot: Snapshot) -> int:
         """Return how many steps have committed since a snapshot."""
         findings, refused = self.incident.findings, self.incident.refused
@@ -207,96 +198,101 @@ class ActionContext:
         return self.run.counts.good - snapshot.good + uncounted
 
 
-class Replay:
-    """The replays of one run.
+class Again:
+    """The steps of one run that rollbacks have undone, and that are still to run again.
+
+    A rollback moves the time of the run back at once, so state and counts always fit together.
+    `Session` runs the steps again once everything about the incident is done.
 
     Args:
         poles: the poles of its schedules, which are passed over.
-        after: handles the verdict of a replayed step. This may lead to another rollback, whose
-            steps are then replayed first.
 
     Attributes:
-        rollbacks: number of rollbacks since the first of these replays began; 0 outside.
-        pending: the steps since the last rollback, until their replay begins.
+        rollbacks: number of rollbacks since the first of the running replays began; 0 outside.
     """
 
-    def __init__(self, run: Run, poles: Poles, after: Callable[[Verdict], object]):
-        self._run, self._poles, self._after = run, poles, after
+    def __init__(self, run: Run, poles: Poles):
+        self._run, self._poles = run, poles
         self._batches: deque[Any] = deque()
         self._metrics: list[tuple[Any, Any]] = []
+        self._stopped = self._refused = False
+        self._streaks = PolicyState()
         self.rollbacks = 0
-        self.pending: Rerun | None = None
 
-    def run(self, rerun: Rerun) -> None:
-        """Replay the undone steps, with all handling after each. Afterwards the counters are the
-        same as before.
+    @property
+    def goes_on(self) -> bool:
+        """Whether another step is to run again. If the policy ends training in one of them, the
+        state that it has restored is not trained further.
         """
-        run, step, stopped = self._run, self._run.step, self._run.stopped
-        refused, streaks = run.counts.last_refused, run.recovery.policy_state
-        self.pending = rerun
-        try:
-            while self._batches or self.pending is not None:
-                if self.pending is not None:
-                    self._go_back()
-                    continue
-                self._step(self._batches.popleft())
-                if run.stopped and not stopped and self.pending is None:
-                    break  # in the state that the policy has restored
-        finally:
-            self.rollbacks, self.pending = 0, None
-            run.counts.end_replay(step, refused)
-            run.recovery.continue_streaks(streaks)
-            self._batches.clear()
-        run.access.sync_variables()
-        for variable, value in self._metrics:
-            keras_variables.write(variable, value)
+        return bool(self._batches) and (self._stopped or not self._run.stopped)
 
-    def continue_with(self, rerun: Rerun) -> None:
-        """Replay these steps next, before the rest of the running replay."""
-        self.pending = rerun
+    def go_back(self, snapshot: Snapshot, rerun: Rerun | None) -> None:
+        """Continue from a snapshot that was restored: remove the steps since then from counts,
+        batches and measurements, and replay them if they are given.
+        """
+        run, counts = self._run, self._run.counts
+        if rerun is not None and not self.rollbacks:
+            self._stopped, self._refused = run.stopped, counts.last_refused
+            self._streaks = run.recovery.policy_state
+        step, every = snapshot.step, run.policy.snapshot.every
+        run.history.undo(step)
+        counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
+        if rerun is None:
+            run.recent.restart()
+            return
+        self.rollbacks += 1
+        run.recent.return_to(step)
+        run.recovery.return_to(counts.committed)
+        for task in ("changes", "checks", "proof"):  # they are due again
+            run.plan(task, step + 1)
+        run.plan("snapshot", step + every if every else math.inf)
+        self._metrics = self._metrics_from(snapshot)
+        self._batches.extendleft(reversed(rerun.batches))
 
     def leave_out(self, step: int) -> None:
         """Remember that a step was refused for the state that the step before it has left; its
         incident is that of the step before.
         """
-        if self.pending is None:
-            self._run.recent.push(step, None, refused=True)
-        else:  # it is passed over once the steps before it have run again
-            self._batches.appendleft(None)
-
-    def _go_back(self) -> None:
-        """Continue with the pending steps, from their snapshot."""
-        run, rerun, self.pending = self._run, self.pending, None
-        assert rerun is not None
-        self.rollbacks += 1
-        self._metrics = self._metrics_from(rerun)
-        at, every = rerun.snapshot.step, run.policy.snapshot.every
-        run.counts.begin_replay(at, rerun.snapshot.good, rerun.refused)
-        run.recovery.return_to(run.counts.committed)
-        for task in ("changes", "checks", "proof"):  # they are due again
-            run.plan(task, at + 1)
-        run.plan("snapshot", at + every if every else math.inf)
-        self._batches.extendleft(reversed(rerun.batches))
-
-    def _step(self, args: Any) -> None:
-        """Replay one step; without arguments it is passed over."""
         run = self._run
+        if run.step == step:
+            run.recent.push(step, None, refused=True)
+        else:  # it is passed over once the steps before it have run again
+            self._batches.insert(step - run.step, None)
+
+    def step(self) -> Verdict | None:
+        """Run the next step again and return its verdict; `None` if it is passed over."""
+        run, args = self._run, self._batches.popleft()
         if run.step == run.counts.epoch_start and not self._metrics:
             self._begin_metrics()
         self._poles.pass_over()
         if args is not None:
-            self._after(run.access.run_again(args))
-        else:
-            run.recent.push(run.step, None, refused=True)
-            run.counts.advance()
+            return run.access.run_again(args)
+        run.recent.push(run.step, None, refused=True)
+        run.counts.advance()
+        return None
 
-    def _metrics_from(self, rerun: Rerun) -> list[tuple[Any, Any]]:
+    def end(self, completed: bool) -> None:
+        """Continue after the last step of the replays, as if there had been none.
+
+        Args:
+            completed: whether no exception has ended them.
+        """
+        run, self.rollbacks = self._run, 0
+        run.counts.end_replay(len(self._batches), self._refused)
+        run.recovery.continue_streaks(self._streaks)
+        self._batches.clear()
+        if completed:
+            run.access.sync_variables()
+            for variable, value in self._metrics:
+                keras_variables.write(variable, value)
+
+    def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back
         afterwards.
         """
-        run, stored = self._run, rerun.snapshot.metrics
+        run, stored = self._run, snapshot.metrics
         metrics = run.train_state().metrics
-        if rerun.snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
+        if snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
             self._begin_metrics()
             return []
         if not all(id(variable) in stored for variable in metrics):

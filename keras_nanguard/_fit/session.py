@@ -14,7 +14,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.incident import Diagnosis, Effects, Finding, Incident
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import FitLogs
@@ -33,7 +33,7 @@ class Session:
     """The host side of the transaction: what happens before and after each step of a run.
 
     Args:
-        announce: called with each complete incident, and what its actions have done.
+        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -46,12 +46,12 @@ class Session:
     def __init__(
         self,
         run: Run,
-        announce: Callable[[Incident, Effects], None],
+        announce: Callable[[Incident], None],
         explain: Explainer | None,
         bad_rows: BadRows,
     ):
         self.run, self.logs, self.bad_rows = run, FitLogs(run.model), bad_rows
-        self.incidents = Incidents(run, announce, explain, bad_rows, self.after)
+        self.incidents = Incidents(run, announce, explain, bad_rows)
         self.tasks = Tasks(run, self.incidents)
         self.finished = self._deferred = False
         self.start = Start(run)
@@ -168,6 +168,15 @@ class Session:
         Raises:
             NonFiniteError: if the policy raises.
         """
+        counts = self.run.counts
+        healthy = self._settled(lambda: self._take(verdict))
+        if counts.step >= self.run.next_due and (state_is_current or not healthy):
+            while self._settled(self._run_due):
+                pass
+        return healthy
+
+    def _take(self, verdict: Verdict) -> bool:
+        """Count a step, or handle its incidents; return whether it was healthy."""
         run, counts = self.run, self.run.counts
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict
         total = loss + gradients + statistics + weights + slots
@@ -177,19 +186,47 @@ class Session:
             if run.agreement.all_see(verdict):
                 self._judge_execution(verdict)
                 return False
-            verdict = self.incidents.postponed(verdict)
-            return self.after(verdict, state_is_current=state_is_current)
+            return self._take(self.incidents.postponed(verdict))
         self._count_committed(verdict)
         counts.advance()
-        if counts.step >= run.next_due and state_is_current:
-            self._run_due()
         return True
+
+    def _settled(self, act: Callable[[], bool]) -> bool:
+        """Call a function that may handle incidents, and return its result. Then run the steps
+        again that a rollback has undone.
+        """
+        again = self.incidents.again
+        if again.rollbacks:  # in a step that runs again
+            return act()
+        try:
+            result = act()
+        except BaseException as error:
+            if again.rollbacks:
+                self._run_again(interrupted=not isinstance(error, NonFiniteError))
+            raise
+        if again.rollbacks:
+            self._run_again()
+        return result
+
+    def _run_again(self, interrupted: bool = False) -> None:
+        """Run the steps again that rollbacks have undone, with all handling after each, unless an
+        exception has `interrupted` that. Each of them may lead to another rollback.
+        """
+        again, completed = self.incidents.again, False
+        try:
+            while again.goes_on and not interrupted:
+                verdict = again.step()
+                if verdict is not None:
+                    self.after(verdict)
+            completed = not interrupted
+        finally:
+            self.incidents.end_replays(completed)
 
     def _judge_execution(self, verdict: Verdict) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
-        after which other processes have news; then run the tasks that are due.
+        after which other processes have news.
         """
-        run = self.run
+        run, before = self.run, self.incidents.again.rollbacks
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
         if run.access.transaction.counted:
@@ -198,10 +235,11 @@ class Session:
             bad = verdict.refused or not verdict.finite
             reports = run.access.transaction.take_reports() if bad else ()
             self._judge(verdict, reports[-1] if reports else None)
+            if self.incidents.again.rollbacks > before:
+                return  # the step runs again
             run.counts.advance()
             if run.agreement.news:
                 self.incidents.handle(incident_of(run, run.agreement.pick_up()))
-        self._run_due()
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution or raise their incidents, given its last verdict."""
@@ -210,12 +248,12 @@ class Session:
         replacements = run.replacements
         reports = {report.verdict.step: report for report in transaction.take_reports()}
         for verdict in transaction.verdicts(first, end):
-            if run.replacements > replacements or run.stopped:  # later steps ran on another state
+            if run.replacements > replacements:  # later steps ran on another state
                 counts.refuse(end - counts.step)
                 for refused in range(counts.step, end):
                     run.recording.push(refused, nan, nan, nan, REFUSED)
                 break
-            if verdict.halted:
+            if verdict.halted or (run.stopped and verdict.refused):
                 counts.refuse()
                 run.recording.step(verdict, REFUSED)
             else:
@@ -262,14 +300,17 @@ class Session:
 
     # Between two steps
 
-    def _run_due(self) -> None:
-        """Run the tasks that are due."""
-        run = self.run
-        if self.incidents.replay.pending is not None:
-            return  # the state is that of an earlier step
+    def _run_due(self) -> bool:
+        """Run the tasks that are due, until one leads to a rollback; return whether one does."""
+        run, again = self.run, self.incidents.again
+        before = again.rollbacks
         for name, task in TASKS.items():
             if run.step >= run.due.get(name, inf) and not run.stopped:
-                run.plan(name, task(self.tasks))
+                coming = task(self.tasks)
+                if again.rollbacks > before:
+                    return True  # the rollback has planned the tasks
+                run.plan(name, coming)
+        return False
 
     # Outside of the steps
 
@@ -301,7 +342,7 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self.incidents.handle(incident)
+                self._settled(lambda: bool(self.incidents.handle(incident)))
             else:
                 self.incidents.report(incident)
 

@@ -100,13 +100,6 @@ class Counts:
         self.streak = self.streak + 1 if continues else 0
         return self.streak
 
-    def restore(self, step: int, good: int | None) -> None:
-        """Note that the snapshot of a step was restored; `good` is the number of good steps until
-        then, `None` if the steps since then are replayed.
-        """
-        self.restored = step
-        self.good = self.good if good is None else good
-
     def roll_back(self, skip_batches: int) -> None:
         """Count a rollback, after which some batches are skipped."""
         self.rollbacks += 1
@@ -118,11 +111,17 @@ class Counts:
 
     # Replays
 
-    def begin_replay(self, step: int, good: int, again: frozenset[int]) -> None:
-        """Continue counting from an earlier step, when there were fewer `good` ones; the given
-        refused steps since then are replayed.
+    def go_back(self, step: int, good: int, again: frozenset[int] | None) -> None:
+        """Note that the snapshot of a step was restored, until which there were fewer `good` ones.
+
+        Args:
+            again: if the steps since then are replayed, the refused ones among them. Then counting
+                continues from this step.
         """
-        self.step, self.committed, self.good = step, self.committed - self.good + good, good
+        undone, self.restored, self.good = self.good - good, step, good
+        if again is None:
+            return
+        self.step, self.committed = step, self.committed - undone
         overflows = again.intersection(self._overflowed)
         for number in overflows:
             self._overflowed.remove(number)
@@ -132,9 +131,11 @@ class Counts:
         self.epoch_refused -= sum(number >= self._began for number in again)
         self.epoch_overflows -= sum(number >= self._began for number in overflows)
 
-    def end_replay(self, step: int, refused: bool) -> None:
-        """Continue after the replays: with this step, after one that was refused or not."""
-        self.step, self.last_refused = step, refused
+    def end_replay(self, left_out: int, refused: bool) -> None:
+        """Continue after the replays, in which the last steps were left out; the last step before
+        them was refused or not.
+        """
+        self.step, self.last_refused = self.step + left_out, refused
 
     # Batches and epochs
 
@@ -197,7 +198,6 @@ class Rerun(NamedTuple):
         refused: the replayed steps that had been refused.
     """
 
-    snapshot: Snapshot
     batches: tuple[Any, ...]
     refused: frozenset[int]
 
@@ -282,7 +282,7 @@ class RecentBatches:
             batches.append(args)
             if entry.refused and args is not None:
                 refused.add(number)
-        return Rerun(snapshot, tuple(batches), frozenset(refused))
+        return Rerun(tuple(batches), frozenset(refused))
 
 
 def bytes_of(value: Any, levels: int = 2) -> int:

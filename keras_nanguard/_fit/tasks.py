@@ -23,6 +23,8 @@ class Tasks:
         self.run, self.incidents = run, incidents
         self.monitors = Monitors()
         self.divergence = Divergence(bool(run.policy.divergence.action))
+        # Whether the last proof has led to a change, until the steps after it have run again.
+        self._changed: bool | None = None
         run.plan("checks", self.monitors.next_look(0))
         run.plan("divergence", self.divergence.next_look(0))
         run.plan("snapshot", run.policy.snapshot.every or inf)
@@ -64,13 +66,15 @@ class Tasks:
     def look_for_divergence(self) -> float:
         """Check whether the run is lost."""
         run, divergence = self.run, self.divergence
-        if self.incidents.replay.rollbacks:
+        if self.incidents.again.rollbacks:
             return run.due["divergence"]  # once the steps have run again
-        lost = divergence.look(run)
+        lost = divergence.look(run) if self._changed is None else None
         if lost is not None:
             incident = self.incidents.handle(lost.incident, restart=lost.restart)
-            changed = any(ACTIONS[name].changes for name in incident.changes)
-            divergence.acted(run, changed)
+            self._changed = any(ACTIONS[name].changes for name in incident.changes)
+        if self._changed is not None and not self.incidents.again.rollbacks:
+            divergence.acted(run, self._changed)
+            self._changed = None
         return divergence.next_look(run.step)
 
     def promote(self) -> float:

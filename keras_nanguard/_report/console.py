@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from keras_nanguard._core.incident import (
     Diagnosis,
-    Effects,
     Finding,
     Incident,
     Outcome,
@@ -39,7 +38,7 @@ ENDS = {
 """The word for a step in which an action was done, the most important one first."""
 
 CHANGES = {
-    "lower_lr": "learning rate {rates}",
+    "lower_lr": "{detail}",
     "fix_loss_scale": "loss scale reset",
     "clip": "gradients clipped",
     "repair": "values repaired",
@@ -49,7 +48,7 @@ CHANGES = {
     "call": "function called",
     "warn": "{detail}",
 }
-"""The change of an action in words, with the learning rates that it has lowered or its detail."""
+"""The change of an action in words, or its detail."""
 
 NOT_DONE = {"rollback": "no rollback"}
 """The words for an action that was not done."""
@@ -63,13 +62,12 @@ class Context(NamedTuple):
     """
 
     samples: Sequence[BadSample] = ()
-    effects: Effects = Effects()
     details: str = ""
 
 
 def brief_line(incident: Incident, context: Context, repeats: int = 0) -> str:
     """Return the line of an incident. It mentions the number of `repeats` if that is not 0."""
-    diagnosis, changes = incident.diagnosis, _changes(incident, context.effects)
+    diagnosis, changes = incident.diagnosis, _changes(incident)
     text = f"NanGuard: {_head(incident)}: {_reason(incident, context.samples)}{changes}."
     advice = ""
     if diagnosis is not None:
@@ -158,14 +156,20 @@ def _rows(diagnosis: Diagnosis, samples: Sequence[BadSample]) -> str:
     return f"{name} and {others} more row{'s' if others > 1 else ''}" if others else name
 
 
-def _changes(incident: Incident, effects: Effects) -> str:
+def _changes(incident: Incident) -> str:
     """Return other changes, a rollback that failed, the user's own warning, and the last state."""
-    rates, found = ", ".join(one.rates for one in effects.lowered), []
-    for outcome in incident.outcomes:
-        words = CHANGES if outcome.status == "done" else NOT_DONE
-        found.append(words.get(outcome.action, "").format(rates=rates, detail=outcome.detail))
-    found.append(effects.state)
+    found = map(_change, incident.outcomes)
     return "".join(f"; {text}" for text in dict.fromkeys(found) if text)
+
+
+def _change(outcome: Outcome) -> str:
+    """Return what an action has changed in words, `""` if the line has other words for it."""
+    if outcome.status != "done":
+        return NOT_DONE.get(outcome.action, "")
+    if ENDS.get(outcome.action) == "stopped":
+        clauses = outcome.detail.split("; ")
+        return next((clause for clause in clauses if clause.startswith("the state ")), "")
+    return CHANGES.get(outcome.action, "").format(detail=outcome.detail)
 
 
 def _quoted(place: str) -> str:

@@ -99,6 +99,18 @@ def test_later_steps_of_an_execution(action, refused, remembered):
     assert (guard.session.run.counts.refused, known.seen[-1]) == (refused, remembered)
 
 
+@pytest.mark.requires_backend("tensorflow", reason="several steps in one compiled call")
+def test_later_steps_of_the_execution_in_which_training_stops():
+    """They have run on the same state: those that have committed count as such."""
+    model, guard = zoo.plain("sgd", dropout=False, steps_per_execution=10), NanGuard("stop", verbose=0)
+    data = zoo.poison(zoo.poison(zoo.regression(batches=10), 3), 7)
+    history = zoo.fit(model, data, guard, epochs=1)
+    assert guard.stopped and [incident.step for incident in guard.incidents] == [3]
+    assert history["refused_steps"] == [2] and int(model.optimizer.iterations) == 8
+    assert guard.session.run.counts.committed == 8
+    assert np.flatnonzero(guard.recording.steps["status"]).tolist() == [3, 7]
+
+
 @pytest.mark.parametrize(
     ("action", "build", "reason"),
     [
@@ -321,9 +333,9 @@ class TestLowerLr:
         walk(line(keras.optimizers.SGD(0.5), run_eagerly=True), guard, 0, 2, 3, 5)
         assert outcomes(guard, "lower_lr") == [
             (0, "skipped", "no step has committed yet, so a lower rate has no effect"),
-            (2, "done", "learning rate of sgd: 0.5 -> 0.25"),
+            (2, "done", "learning rate 0.5 -> 0.25"),
             (3, "skipped", "no step has committed since it was lowered, so a lower rate has no effect"),
-            (5, "done", "learning rate of sgd: 0.25 -> 0.125"),
+            (5, "done", "learning rate 0.25 -> 0.125"),
         ]
 
     def test_rate_at_which_the_update_overflows(self):

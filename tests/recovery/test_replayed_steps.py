@@ -116,3 +116,32 @@ def test_a_step_that_was_refused_without_a_reason_is_not_replayed():
     assert [incident.diagnosis.cause for incident in guard.incidents] == ["transient", "state_nonfinite"]
     assert "replayed" in guard.incidents[1].outcomes[0].detail
     assert all(map(np.array_equal, model.get_weights(), without.get_weights()))
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="writes a weight between two replayed steps")
+def test_a_rollback_within_a_replay_leaves_no_snapshot_of_another_step():
+    """A check of the replay restores an older state when a snapshot is due, which then waits for its step."""
+    limits, snapshot = [{"site": "weights", "max_abs": 1e4}], {"every": 11, "verify_after": 5}
+    guard, kept, ran = NanGuard(limits=limits, snapshot=snapshot, verbose=0, diagnose=False), set(), []
+
+    def spoil_the_replay(model):
+        access = guard.session.run.access
+        again = access.run_again
+
+        def run_again(args):
+            step = guard.session.run.step
+            snapshots = guard.session.run.ring.snapshots
+            kept.update((s.step, s.good, int(s.value(model.optimizer.iterations))) for s in snapshots)
+            verdict = again(args)
+            if step == 21 and step not in ran:
+                corrupt(model.layers[0].kernel, "spike", magnitude=1e8)
+            ran.append(step)
+            return verdict
+
+        access.run_again = run_again
+
+    callbacks = [zoo.Before(spoil_the_replay, 0), corrupts(23)]
+    zoo.run(zoo.plain, zoo.regression(batches=30), guard=guard, epochs=1, callbacks=callbacks)
+    assert [i.changes[0] for i in guard.incidents] == ["rollback"] * 2 and ran[:11] == [*range(11, 22)]
+    assert {step for step, _, _ in kept} == {0, 11, 23}, "step 21 is left out, so the task waits for the next one"
+    assert all(good == done for _, good, done in kept)

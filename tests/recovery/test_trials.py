@@ -11,10 +11,12 @@ from support import zoo
 from support.programs import PROGRAMS
 
 from keras_nanguard import NanGuard, Policy
+from keras_nanguard._core.history import History
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.recovery import Recovery
-from keras_nanguard._fit.rollback import Replay
+from keras_nanguard._fit.rollback import Again
+from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Counts, Rerun
 from keras_nanguard._fit.trial import clearly_lower, trial
@@ -307,35 +309,39 @@ def test_generators_of_the_process_are_restored():
 
 
 def replayed(stops_at):
-    """Return a run of five steps to replay, one of which ends training, and the replayed steps."""
-    counts = Counts()
-    counts.advance(5)
+    """Return a session after the replay of five steps, one of which ends training, and the replayed steps."""
     run = SimpleNamespace(
         model=None,
         policy=Policy.load("recover"),
-        counts=counts,
+        counts=(counts := Counts()),
         step=5,
+        history=History(),
+        recent=SimpleNamespace(return_to=lambda step: None),
         recovery=Recovery(),
         stopped=False,
         plan=lambda task, step: None,
         train_state=lambda: SimpleNamespace(metrics=()),
     )
     ran = []
-    run.access = SimpleNamespace(run_again=ran.append, sync_variables=lambda: None)
+    run.access = SimpleNamespace(run_again=lambda args: ran.append(args) or args, sync_variables=lambda: None)
 
     def after(verdict):
+        counts.advance()
         run.stopped = run.stopped or len(ran) == stops_at
 
-    replay = Replay(run, Poles(run), after)
-    replay.run(Rerun(Snapshot(0, 0, (0, 0)), tuple("abcde"), frozenset()))
-    return replay, ran
+    again = Again(run, Poles(run))
+    incidents = SimpleNamespace(again=again, end_replays=again.end)
+    counts.advance(4)  # the last one is not yet counted
+    again.go_back(Snapshot(0, 0, (0, 0)), Rerun(tuple("abcde"), frozenset()))
+    Session._run_again(SimpleNamespace(incidents=incidents, after=after))
+    return again, counts, ran
 
 
 @pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
 def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
     """The state that the policy restores when it stops is not trained further."""
-    replay, found = replayed(stops_at)
-    assert found == list(ran) and replay.rollbacks == 0
+    again, counts, found = replayed(stops_at)
+    assert found == list(ran) and again.rollbacks == 0 and counts.step == 5
 
 
 class Interrupted(keras.Sequential):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome
-from keras_nanguard._core.incident import Effects, Lowered
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._fit.log import Reporter
 from keras_nanguard._recording.recording import BadSample
@@ -44,8 +43,7 @@ def test_when(given, moment):
 
 
 NOT_DONE = Outcome("rollback", "skipped", "there is no verified snapshot to restore")
-SLOWER = Outcome("lower_lr", "done", "learning rate of sgd: 3 -> 0.3")
-RATES = [Lowered("sgd", 3.0, 0.3)]
+SLOWER = Outcome("lower_lr", "done", "learning rate 3 -> 0.3")
 ROW = BadSample("x[700]", 700, "f00d", 1, (5,), "NaN")
 NAMED = BadSample("cat.png", 700, "f00d", 1, (5,), "NaN")
 DETAILS = 'guard.report("run.html")'
@@ -131,7 +129,7 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
 )
 def test_brief_line(given, samples, line):
     """The line of a run starts with action and reason, and has at most 120 characters."""
-    assert brief_line(given, Context(samples, Effects(RATES), DETAILS)) == f"NanGuard: {line}"
+    assert brief_line(given, Context(samples, DETAILS)) == f"NanGuard: {line}"
     assert len(line) <= 110
 
 
@@ -142,7 +140,7 @@ def test_brief_lines_of_all_causes_fit(cause):
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
     for samples in ([], [replace(ROW, label="name " * 40)]):
         for given in (incident(diagnosis=long, outcomes=outcomes), incident(findings=found)):
-            line = brief_line(given, Context(samples, Effects(RATES * 9), "keras-nanguard report " + "folder/" * 20))
+            line = brief_line(given, Context(samples, "keras-nanguard report " + "folder/" * 20))
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
@@ -161,7 +159,7 @@ class Printed(Reporter):
         return found
 
     def of(self, one):
-        self.incident(one, (), Effects())
+        self.incident(one, ())
         return self.printed()
 
     def of_epoch(self, epoch, refused, committed, unmeasured=()):
