@@ -168,30 +168,26 @@ class Session:
         Raises:
             NonFiniteError: if the policy raises.
         """
-        counts = self.run.counts
-        healthy = self._settled(lambda: self._take(verdict))
-        if counts.step >= self.run.next_due and (state_is_current or not healthy):
-            while self._settled(self._run_due):
-                pass
-        return healthy
-
-    def _take(self, verdict: Verdict) -> bool:
-        """Count a step, or handle its incidents; return whether it was healthy."""
         run, counts = self.run, self.run.counts
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict
         total = loss + gradients + statistics + weights + slots
         bad = refused or not (isfinite(total) and 0.0 < scale < inf)
         news = run.agreement.news or run.created is not None
-        if bad or news or run.access.transaction.counted:
-            if run.agreement.all_see(verdict):
-                self._judge_execution(verdict)
-                return False
-            return self._take(self.incidents.postponed(verdict))
-        self._count_committed(verdict)
-        counts.advance()
-        return True
+        healthy = not (bad or news or run.access.transaction.counted)
+        if healthy:
+            self._count_committed(verdict)
+            counts.advance()
+        elif run.agreement.all_see(verdict):
+            self._settled(lambda: self._judge_execution(verdict))
+        else:
+            verdict = self.incidents.postponed(verdict)
+            return self.after(verdict, state_is_current=state_is_current)
+        if counts.step >= run.next_due and (state_is_current or not healthy):
+            while self._settled(self._run_due):
+                pass
+        return healthy
 
-    def _settled(self, act: Callable[[], bool]) -> bool:
+    def _settled(self, act: Callable[[], Any]) -> Any:
         """Call a function that may handle incidents, and return its result. Then run the steps
         again that a rollback has undone.
         """
@@ -342,7 +338,7 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self._settled(lambda: bool(self.incidents.handle(incident)))
+                self._settled(lambda: self.incidents.handle(incident))
             else:
                 self.incidents.report(incident)
 
