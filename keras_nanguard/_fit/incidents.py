@@ -320,7 +320,8 @@ class Incidents:
         """Store the bad rows and the bundle of an incident; return it with findings and diagnosis
         as processes agree on them, and the poles of schedules that it is about.
         """
-        findings = agreement.findings(detected.findings, report)
+        names = keras_layers.input_names(self._run.model)
+        findings = agreement.findings(detected.findings, report, names)
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident, own, evidence = detected.with_(findings=ordered), detected.diagnosis, None
         if own is None and self._explain is not None:
