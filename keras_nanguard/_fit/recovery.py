@@ -8,6 +8,7 @@ bounds, BatchNorm statistics are re-estimated. Usually there are none.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,11 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
 from keras_nanguard._policy.records import Record
+
+SCALE_INTERVAL = 50
+"""Maximum number of steps between two looks at a loss scale that stays in a range: other code may
+set it. Dynamic scaling raises it after a known number of good steps.
+"""
 
 
 class Recovery:
@@ -47,7 +53,7 @@ class Recovery:
 
     @property
     def active(self) -> bool:
-        """Whether there is something to do after each good step."""
+        """Whether there is something to do after some of the good steps."""
         return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
 
     # The counts of the policy
@@ -225,29 +231,30 @@ class Recovery:
         for rate in self.rates.values():
             rate.hold()
 
-    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> None:
+    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
-        good.
+        good; return the number of further steps until something may be due, infinity for never.
 
         Args:
             train_state: returns the train state, whose variables have the current values.
         """
-        after = self.lowering.recover_after
-        if after and committed - self.lowered_at >= after:
-            train_state()
-            for rate in self.rates.values():
-                rate.restore(1.0)
-            self.keep_rates()
+        left = math.inf
+        if self.lowering.recover_after:
+            left = self.lowering.recover_after - (committed - self.lowered_at)
+            if left <= 0:
+                train_state()
+                for rate in self.rates.values():
+                    rate.restore(1.0)
+                self.keep_rates()
+                left = math.inf
         if self.scale_bounds is not None:
-            floor, ceiling = self.scale_bounds
-            for scale, _ in train_state().scales:
-                value = float(keras_variables.read(scale))
-                if not floor <= value <= ceiling:
-                    keras_variables.write(scale, min(max(value, floor), ceiling))
+            left = min(left, _keep_scales(train_state(), *self.scale_bounds))
         if self.recalibration is not None:
             train_state()
+            left = 1
             if self.recalibration.step(committed):
                 self.recalibration = None
+        return left
 
     # Rollbacks
 
@@ -256,6 +263,21 @@ class Recovery:
         if self.lowering.at is not None:
             self.lowering = self.lowering.replaced(at=min(self.lowering.at, committed))
         self.continue_streaks(PolicyState())
+
+
+def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:
+    """Write the nearest bound into each loss scale that is out of its range; return the number of
+    steps until one may be out of it again.
+    """
+    left = SCALE_INTERVAL
+    for optimizer in filter(keras_optimizers.scales_of, train_state.optimizers):
+        scale, counter = keras_optimizers.scales_of(optimizer)
+        value = float(keras_variables.read(scale))
+        if not floor <= value <= ceiling:
+            keras_variables.write(scale, min(max(value, floor), ceiling))
+        growth = optimizer.dynamic_growth_steps - int(keras_variables.read(counter))
+        left = min(left, max(growth, 1))
+    return left
 
 
 # State that outlives the fit

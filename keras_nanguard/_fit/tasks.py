@@ -44,10 +44,11 @@ class Tasks:
     def continue_changes(self) -> float:
         """Continue the changes of the policy that last for several steps."""
         run = self.run
-        if not run.counts.last_refused:
-            run.recovery.after_good_step(run.counts.committed, run.train_state)
-            run.recording.factor()
-        return run.step + 1 if run.recovery.active else inf
+        if run.counts.last_refused:
+            return run.step + 1 if run.recovery.active else inf
+        left = run.recovery.after_good_step(run.counts.committed, run.train_state)
+        run.recording.factor()
+        return run.step + left
 
     def check(self) -> float:
         """Check for finite faults."""

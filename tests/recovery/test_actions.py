@@ -523,6 +523,38 @@ class TestFixLossScale:
         assert all(4.0 <= scale <= 64.0 for scale in scales[3:])
         assert np.isfinite(model.get_weights()[0]).all()
 
+    @pytest.mark.parametrize(("growth", "looks"), [(2000, 0), (3, 4)])
+    def test_bounds_without_work_in_each_step(self, growth, looks):
+        """The scale is looked at when it can have grown, and stays in its range after each batch."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=growth)
+        guard = acting({"fix_loss_scale": {"reset_to": 32.0}}, tables={"loss_scale": {"floor": 4.0, "ceiling": 64.0}})
+        waits, scales = [], []
+
+        def look(batch, logs):
+            run = guard.session.run
+            waits.append(run.due["changes"] - run.step if "changes" in run.due else np.inf)
+            scales.append(float(optimizer.dynamic_scale.numpy()))
+
+        callback, model = keras.callbacks.LambdaCallback(on_train_batch_end=look), line(optimizer, run_eagerly=True)
+        walk(model, guard, 3, callbacks=[callback], batches=16)
+        assert [o[:2] for o in outcomes(guard, "fix_loss_scale")] == [(3, "done")]
+        assert waits[3] == 1 and waits[4:].count(1) == looks
+        assert all(4.0 <= scale <= 64.0 for scale in scales[3:]) and (scales[-1] == 64.0) == (growth == 3)
+        walk(model, guard, callbacks=[callback], batches=16)  # the next fit continues so
+        assert waits[17:].count(1) <= looks + 1 and all(4.0 <= scale <= 64.0 for scale in scales[16:])
+
+    def test_a_scale_that_a_callback_sets(self):
+        """It returns to the range within 50 steps, and is reported if a check sees it before."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        guard = acting("fix_loss_scale", tables={"loss_scale": {"floor": 4.0, "ceiling": 64.0}})
+        scales = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: scales.append(float(optimizer.dynamic_scale.numpy()))
+        )
+        change = At(s20=lambda model: optimizer.dynamic_scale.assign(2.0**20))
+        walk(line(optimizer, run_eagerly=True), guard, 3, callbacks=[look, change], batches=72)
+        assert scales[3] == 64.0 and scales[70:] == [64.0, 64.0]
+
     def test_reset_and_growth(self):
         """It restarts from reset_to, and doubles after the given number of good steps."""
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=2000)
