@@ -63,6 +63,7 @@ class Attached:
             {
                 "on_train_begin": self._around_train_begin,
                 "on_epoch_begin": self._around_epoch_begin,
+                "on_test_begin": self._around_test_begin,
                 "on_epoch_end": self._around_epoch_end,
             },
         )
@@ -115,10 +116,26 @@ class Attached:
         yield
 
     @contextlib.contextmanager
+    def _around_test_begin(self, logs: Any = None) -> Iterator[None]:
+        self._end_last_steps()
+        yield
+
+    def _end_last_steps(self) -> None:
+        """Judge the action of a divergence once the last step of the fit is done, before its state
+        is validated or saved.
+        """
+        run = self.session.run
+        last = run.counts.epoch + 1 >= self._plan.get("epochs", math.inf)
+        if self.training and (last or getattr(run.model, "stop_training", False)):
+            run.access.resolve_pending()
+            self.session.tasks.divergence.end(run)
+
+    @contextlib.contextmanager
     def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
         """Replace the logs of an epoch without committed steps, before callbacks receive them."""
         session, run = self.session, self.session.run
         run.access.resolve_pending()
+        self._end_last_steps()
         session.tasks.read_rate()
         if isinstance(logs, dict):
             if not run.counts.idle:
