@@ -330,5 +330,5 @@ class Run:
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.follow(changes.rollbacks)
-        self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
+        self.recovery.resume(changes, self.train_state().optimizers, write)
         self.plan_changes()
