@@ -294,7 +294,7 @@ class TestProbation:
     def test_an_action_in_the_last_epoch_is_judged_at_its_end(self, last, tmp_path, capsys):
         """Before validation and checkpoints. The oracle is plain Keras up to the step of the action."""
         ends = {batch: zoo.After(lambda model: setattr(model, "stop_training", True), batch, 1) for batch in (0, last)}
-        plain, _ = fit(mlp(adam(3.0)), callbacks=[ends[0]], epochs=2)
+        plain, _ = fit(mlp(adam(3.0)), callbacks=[ends[0]], epochs=2, validation_data=(X, Y))
         guard = NanGuard()
         path = str(tmp_path / "{epoch}.keras")
         others = [Spoils(guard, 1e6, None), ends[last], keras.callbacks.ModelCheckpoint(path)]
