@@ -99,7 +99,8 @@ class Attached:
         callbacks = current_callback_list()
         self.session.begin_fit(callbacks_deferred(callbacks))
         hide_from_progress_bar(callbacks)
-        self.session.run.recording.plan(self._plan.get("epochs"), self._plan.get("steps"))
+        epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
+        self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
 
     def resume(self, resumed: Resumed | None) -> None:
         """Start the fit from a snapshot, if there is one."""
@@ -174,14 +175,15 @@ class Attached:
         seen = session.logs
         self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._reporter.line(session.bad_rows.line())
-        session.run.recording.epoch(epoch, plain(numbers(logs)))
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
+        session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
 
     def _add_own(self, logs: dict[str, Any]) -> None:
         """Add the guard's own numbers to the logs of an epoch."""
         run, counts = self.session.run, self.session.run.counts
         if self._logs:
-            norm, scale = run.recording.epoch_means()
+            norm, scale = run.recorder.epoch_means(counts.epoch)
             self._norm = norm if math.isfinite(norm) else self._norm
             logs |= {
                 f"{OWN}grad_norm": self._norm,

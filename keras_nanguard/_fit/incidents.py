@@ -173,7 +173,7 @@ class Incidents:
         findings = self._findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
-            run.recording.refused_rate(detected.values["learning_rate"])
+            run.recorder.rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
         self._next.prepare(incident, step, args, state)
 

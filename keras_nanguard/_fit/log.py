@@ -1,6 +1,4 @@
-"""What a guard prints and records: the lines of its incidents and epochs, the events of a run, and
-the totals of all of its fits.
-"""
+"""What a guard prints and records: lines of its incidents and epochs, and the events of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Effects, Incident, Outcome
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.recovery import Recovery
@@ -170,19 +167,6 @@ class RunRecording:
         )
         self._factor = self._recovery.rate_factor
 
-    def plan(self, epochs: int | None, steps: int | None) -> None:
-        """Record how many epochs the fit has, and how many steps each of them, if that is known."""
-        self._recorder.note(epochs=epochs, steps_per_epoch=steps)
-
-    def end(self, finished: bool) -> None:
-        """End the recording of the fit."""
-        status = "finished" if finished else "failed"
-        self._recorder.end(status, self._counts.step, self._counts.epoch)
-
-    def problem(self) -> str:
-        """Return once which file is not written, and why; `""` if all files are written."""
-        return self._recorder.problem()
-
     # Steps and events
 
     def place(self) -> None:
@@ -200,16 +184,6 @@ class RunRecording:
         self._recorder.undo(step, again)
         self.event("rollback", text, data)
 
-    def epoch(self, epoch: int, logs: Any) -> None:
-        """Record the end of an epoch, with its logs."""
-        counts = self._counts
-        data = {"logs": logs, "refused": counts.epoch_refused}
-        self._recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
-
-    def epoch_means(self) -> tuple[float, float]:
-        """Return mean gradient norm and last loss scale of the epoch, as `Recorder` does."""
-        return self._recorder.epoch_means(self._counts.epoch)
-
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
@@ -220,15 +194,6 @@ class RunRecording:
         self.factor("; ".join(lowered))
 
     # Learning rates
-
-    @property
-    def wants_rate(self) -> bool:
-        """Whether it is time to read the learning rate again."""
-        return self._recorder.wants_rate
-
-    def refused_rate(self, rate: float) -> None:
-        """Record the learning rate of the last step, which was refused."""
-        self._recorder.rate(rate)
 
     def rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one
@@ -263,7 +228,7 @@ class RunRecording:
 
 
 class GuardLog:
-    """The incidents, the recording, the bad rows and the numbers of steps of one guard.
+    """The incidents, the recording and the bad rows of one guard.
 
     Args:
         verbose: how much is printed: 0, 1 or 2.
@@ -277,17 +242,6 @@ class GuardLog:
         self.incidents: list[Incident] = []
         self.reporter, self.recorder = Reporter(verbose), Recorder()
         self.bad_rows = BadRows(self.recorder, sample_ids)
-        self._earlier = Totals()
-        self._counts: Counts | None = None
-
-    def begin(self, counts: Counts) -> None:
-        """Begin a fit with its counts."""
-        self._earlier, self._counts = self.totals, counts
-
-    @property
-    def totals(self) -> Totals:
-        """The numbers of steps of all fits so far."""
-        return self._earlier if self._counts is None else self._earlier.plus(self._counts.totals)
 
     def announce(self, incident: Incident, effects: Effects) -> None:
         """Record and print an incident, with what its actions have done."""

@@ -305,7 +305,7 @@ class Session:
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.run.recording.problem():
+        if problem := self.run.recorder.problem():
             self.run.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
@@ -313,7 +313,8 @@ class Session:
         run = self.run
         with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
             closing.callback(self.say_problem)
-            closing.callback(run.recording.end, self.finished)
+            status = "finished" if self.finished else "failed"
+            closing.callback(run.recorder.end, status, run.step, run.counts.epoch)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
             closing.callback(run.recent.restart)

@@ -55,7 +55,7 @@ class Tasks:
         run, low_scale = self.run, needs_low_scale(self.run)
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
-            if run.recording.wants_rate and processes.count() == 1:
+            if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings:
