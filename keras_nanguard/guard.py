@@ -32,7 +32,7 @@ from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard._recording.recording import BadSample, Recording
-from keras_nanguard._report import console, files
+from keras_nanguard._report import files
 from keras_nanguard._report.figure import curves
 from keras_nanguard._report.shown import ShownRun
 
@@ -219,7 +219,6 @@ class NanGuard(keras.callbacks.Callback):
         session = Session(run, log.announce, explain, log.bad_rows)
         if self.session is not None and self.session.run.model is model:
             session.follow(self.session)
-        log.begin(run.counts)
         return session
 
     def _detach(self) -> None:
@@ -456,7 +455,7 @@ class NanGuard(keras.callbacks.Callback):
 
     def _counted(self) -> Totals:
         """Return the numbers of steps of all fits so far, for benchmarks."""
-        return self._log.totals
+        return self._run.totals
 
     def __repr__(self) -> str:
         return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
@@ -468,7 +467,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return a summary of all fits so far: numbers of steps, incidents by cause, and
         actions.
         """
-        return console.summary(self.incidents, self._counted())
+        return self._run.summary
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.

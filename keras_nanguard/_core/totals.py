@@ -22,10 +22,6 @@ class Totals(NamedTuple):
     overflows: int = 0
     run_again: int = 0
 
-    def plus(self, other: Totals) -> Totals:
-        """Return the sums."""
-        return Totals(*(sum(filter(None, both)) for both in zip(self, other)))
-
     @property
     def replayed(self) -> str:
         """The further steps in words, after a comma; `""` without any."""

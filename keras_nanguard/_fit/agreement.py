@@ -20,7 +20,7 @@ from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core.data import ARGUMENTS, argument_path
+from keras_nanguard._core.data import ARGUMENTS, argument_path, named
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Diagnosis, Finding, Outcome
 from keras_nanguard._core.literals import NAMES_DATA, SITES, causes_with
@@ -92,11 +92,18 @@ class Agreement:
         findings, self._kept = self._kept, []
         return findings
 
-    def findings(self, findings: Sequence[Finding], report: Report | None) -> list[Finding]:
-        """Return the findings of all processes in a step; `report` has the batch of this one."""
+    def findings(
+        self, findings: Sequence[Finding], report: Report | None, names: tuple[str, ...]
+    ) -> list[Finding]:
+        """Return the findings of all processes in a step.
+
+        Args:
+            report: the report with the batch of this process.
+            names: the names of the inputs of the model, as in the paths of the findings.
+        """
         if self.count == 1:
             return list(findings)
-        own = [asdict(finding) for finding in _with_rows(findings, report, self.rank)]
+        own = [asdict(finding) for finding in _with_rows(findings, report, names, self.rank)]
         messages = self._exchange(own, "the findings of a step")
         return united([[Finding(**f) for f in message] for message in messages])
 
@@ -200,12 +207,14 @@ def informed(messages: Sequence[tuple[Sequence[str], str | None]]) -> int:
     return min(range(len(messages)), key=order)
 
 
-def _with_rows(findings: Sequence[Finding], report: Report | None, rank: int) -> list[Finding]:
+def _with_rows(
+    findings: Sequence[Finding], report: Report | None, names: tuple[str, ...], rank: int
+) -> list[Finding]:
     """Return findings in a batch with rank and rows in their path: `rank 1: x, row 8`."""
     if report is None:
         return list(findings)
     of_batch = batches.bad(report.batch, ARGUMENTS) if report.batch is not None else ()
-    rows = {argument_path(part.name): part.rows for part in of_batch}
+    rows = {named(argument_path(part.name), names): part.rows for part in of_batch}
 
     def labelled(finding: Finding) -> Finding:
         if finding.site not in ("inputs", "targets"):

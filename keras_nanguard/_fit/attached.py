@@ -63,6 +63,7 @@ class Attached:
             {
                 "on_train_begin": self._around_train_begin,
                 "on_epoch_begin": self._around_epoch_begin,
+                "on_test_begin": self._around_test_begin,
                 "on_epoch_end": self._around_epoch_end,
             },
         )
@@ -98,7 +99,8 @@ class Attached:
         callbacks = current_callback_list()
         self.session.begin_fit(callbacks_deferred(callbacks))
         hide_from_progress_bar(callbacks)
-        self.session.run.recording.plan(self._plan.get("epochs"), self._plan.get("steps"))
+        epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
+        self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
 
     def resume(self, resumed: Resumed | None) -> None:
         """Start the fit from a snapshot, if there is one."""
@@ -115,10 +117,26 @@ class Attached:
         yield
 
     @contextlib.contextmanager
+    def _around_test_begin(self, logs: Any = None) -> Iterator[None]:
+        self._end_last_steps()
+        yield
+
+    def _end_last_steps(self) -> None:
+        """Judge the action of a divergence once the last step of the fit is done, before its state
+        is validated or saved.
+        """
+        run = self.session.run
+        last = run.counts.epoch + 1 >= self._plan.get("epochs", math.inf)
+        if self.training and (last or getattr(run.model, "stop_training", False)):
+            run.access.resolve_pending()
+            self.session.tasks.divergence.end(run)
+
+    @contextlib.contextmanager
     def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
         """Replace the logs of an epoch without committed steps, before callbacks receive them."""
         session, run = self.session, self.session.run
         run.access.resolve_pending()
+        self._end_last_steps()
         session.tasks.read_rate()
         if isinstance(logs, dict):
             if not run.counts.idle:
@@ -157,14 +175,15 @@ class Attached:
         seen = session.logs
         self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._reporter.line(session.bad_rows.line())
-        session.run.recording.epoch(epoch, plain(numbers(logs)))
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
+        session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
 
     def _add_own(self, logs: dict[str, Any]) -> None:
         """Add the guard's own numbers to the logs of an epoch."""
         run, counts = self.session.run, self.session.run.counts
         if self._logs:
-            norm, scale = run.recording.recorder.epoch_means(counts.epoch)
+            norm, scale = run.recorder.epoch_means(counts.epoch)
             self._norm = norm if math.isfinite(norm) else self._norm
             logs |= {
                 f"{OWN}grad_norm": self._norm,

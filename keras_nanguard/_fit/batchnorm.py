@@ -1,23 +1,14 @@
-"""The moving statistics of BatchNormalization, and their re-estimation while training continues.
-
-The estimate is the cumulative average over the next batches: an estimate from the last ones would
-soon be outdated, as the weights may change fast, and the moving average follows late. BatchNorm
-updates its statistics by ``new = momentum * old + (1 - momentum) * batch``. Over the `k` steps
-between two readings on the host this is
-
-    new = momentum**k * old + (1 - momentum**k) * mean of the k batches (later ones weigh slightly
-    more)
-
-So this mean follows from the values before and after, and the running mean of all batches replaces
-the moving average. (PyTorch's BatchNorm computes the same with ``momentum=None``.)
-"""
+"""The moving statistics of BatchNormalization in a running fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
+import keras
 
+from keras_nanguard._backends import processes
+from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 
@@ -41,58 +32,28 @@ def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
     ]
 
 
-class Recalibration:
-    """An estimate in progress. Start it when the statistics have any finite value.
+def runs_alone(model: Any) -> bool:
+    """Whether one batch can run outside of a step: it is not spread over devices or processes."""
+    strategy = getattr(model, "distribute_strategy", None)
+    replicas = getattr(strategy, "num_replicas_in_sync", 1)
+    return replicas == 1 and keras.distribution.distribution() is None and processes.count() == 1
+
+
+def reestimated(run: Run, layers: list[Any], batches: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return the statistics of layers with estimates from batches, as `recalibrate` makes them.
+    Nothing is changed.
 
     Args:
-        layers: BatchNormalization layers that update their statistics.
-        batches: number of batches to average over.
-        seen: number of batches that are already included.
+        batches: the arguments of steps, whose first one is the batch.
+
+    Raises:
+        Exception: if the model does not take them, or an estimate is not finite.
     """
+    from keras_nanguard._backends.shared.replay import preserved
+    from keras_nanguard._files.recalibrate import recalibrate
 
-    def __init__(self, layers: list[Any], batches: int, seen: int = 0):
-        self.layers, self.left, self.seen = layers, batches, seen
-        self._good: int | None = None
-        self._variables = [
-            (variable, float(layer.momentum))
-            for layer in layers
-            for variable in (layer.moving_mean, layer.moving_variance)
-        ]
-        self._before = self._read()
-
-    def step(self, good: int) -> bool:
-        """Include the steps that were committed since the last call; return whether the estimate is
-        complete.
-
-        Args:
-            good: number of committed steps of the fit.
-        """
-        if self._good is None or good <= self._good:
-            return False
-        count, self._good = good - self._good, good
-        self.seen += count
-        self.left -= count
-        for before, (variable, momentum) in zip(self._before, self._variables):
-            kept = momentum**count
-            batches = (_wide(variable) - kept * before) / (1.0 - kept)
-            mean = before + (batches - before) * count / self.seen
-            keras_variables.write(variable, mean.astype(keras_variables.view(variable).dtype))
-        self._before = self._read()
-        return self.left <= 0
-
-    def begin_counting(self, good: int) -> None:
-        """Begin to count, if the estimate was started since the last execution."""
-        self._good = good if self._good is None else self._good
-
-    def restart(self) -> None:
-        """Restart from the current statistics, after other code has written them."""
-        self.left += self.seen
-        self.seen, self._good = 0, None
-        self._before = self._read()
-
-    def _read(self) -> list[np.ndarray[Any, Any]]:
-        return [_wide(variable) for variable, _ in self._variables]
-
-
-def _wide(variable: Any) -> np.ndarray[Any, Any]:
-    return keras_variables.read(variable).astype(np.float64)
+    names = [name for layer in layers for name in (layer.path, layer.name)]
+    with preserved(run.train_state().written_by_calls, run.model):
+        recalibrate(run.model, (args[0] for args in batches), only=names)
+        moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
+        return [(v, keras_variables.read(v)) for v in moving]

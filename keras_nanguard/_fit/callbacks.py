@@ -60,12 +60,12 @@ def numbers(logs: Any) -> dict[str, float]:
 
 def _number(value: Any) -> float | None:
     """Return a log as a number, `None` if it is not a single one."""
-    if np.ndim(value) or isinstance(value, (str, bytes)):
-        return None
-    plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
     try:
+        if np.ndim(value) or isinstance(value, (str, bytes)):
+            return None
+        plain = value.detach() if hasattr(value, "detach") else value  # PyTorch warns otherwise
         return float(plain)
-    except (TypeError, ValueError):  # text in a tensor, `None`, a custom object
+    except Exception:  # noqa: BLE001  `None`, a ragged list, text in a tensor, a custom object
         return None
 
 

@@ -5,9 +5,9 @@ targets, schedules and curricula. So levels of the loss only decide *when* to ru
 of a window of one epoch (or 1000 steps if an epoch is longer), if its losses do not show progress,
 and seldom enough. What the trials have to show is in `proof`.
 
-The action is then on probation: a window later the abandoned state is compared with the new one,
-again on the same batches. If the new one is not clearly better, state and rate are restored, and
-this guard does not act on finite numbers again.
+The action is then on probation: a window later, or after the last step of the fit, the abandoned
+state is compared with the new one, again on the same batches. If the new one is not clearly better,
+state and rate are restored, and this guard does not act on finite numbers again.
 
 Most healthy runs are recognized on 8 batches, and the next trials come after ten times as many
 steps as the last ones took.
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median, stdev
+from typing import TypeVar
 
 import numpy as np
 
@@ -57,6 +58,9 @@ seconds.
 """
 
 
+T = TypeVar("T")
+
+
 class Divergence:
     """Detects a diverged run in one fit."""
 
@@ -86,8 +90,22 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         began, self._since = self._since, run.step
+        return self._attempt(run, lambda: self._look(run, began))
+
+    @np.errstate(all="ignore")
+    def end(self, run: Run) -> None:
+        """Judge an action at the end of a fit, however short the window: no later one follows.
+
+        Raises:
+            StateLostError: if the state could not be restored after the trials.
+        """
+        if self._probation is not None and not run.stopped:
+            self._attempt(run, lambda: self._judge_action(run))
+
+    def _attempt(self, run: Run, look: Callable[[], T]) -> T | None:
+        """Return the result of trials; if one raises, disable them."""
         try:
-            return self._look(run, began)
+            return look()
         except StateLostError:
             raise
         except Exception as error:  # noqa: BLE001  training does not need the trials
@@ -100,10 +118,10 @@ class Divergence:
         if run.counts.rollbacks != self._rollbacks and self._probation is None:
             self._rollbacks = run.counts.rollbacks
             self._schedule.restart()
-        if processes.count() > 1 or not self._is_objective(run):
-            return None
         if self._probation is not None:
-            self._end_probation(run, self._probation)
+            self._judge_action(run)
+            return None
+        if not self._can_compare(run):
             return None
         if not self._schedule.end_window(run, began):
             return None
@@ -123,16 +141,21 @@ class Divergence:
         self._schedule.restart()
         self._rollbacks = run.counts.rollbacks
 
-    def _is_objective(self, run: Run) -> bool:
-        """Whether training minimizes the loss."""
+    def _can_compare(self, run: Run) -> bool:
+        """Whether states can be compared here by the loss, and training minimizes it."""
         own = keras_compiled.trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
-        return self.enabled and own and positive and len(run.train_state().optimizers) == 1
+        alone = processes.count() == 1
+        return (
+            self.enabled and alone and own and positive and len(run.train_state().optimizers) == 1
+        )
 
-    def _end_probation(self, run: Run, probation: Lost) -> None:
-        """Compare with the abandoned state, and restore it if the action did not help."""
-        batches = run.recent.last(MOST_HELD_OUT)
-        if len(batches) < HELD_OUT:
+    def _judge_action(self, run: Run) -> None:
+        """Compare with the abandoned state, and restore it if the action did not help. Without
+        enough batches the action stays on probation.
+        """
+        probation, batches = self._probation, run.recent.last(MOST_HELD_OUT)
+        if probation is None or len(batches) < HELD_OUT or not self._can_compare(run):
             return
         with trial(run) as trying:
             if trying is None:

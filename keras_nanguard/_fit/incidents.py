@@ -173,7 +173,7 @@ class Incidents:
         findings = self._findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
-            run.recording.recorder.rate(detected.values["learning_rate"])
+            run.recorder.rate(detected.values["learning_rate"])
         incident = self.handle(detected, report)
         if not (self.again.rollbacks and run.stopped):  # else no further batch follows
             self._next.prepare(incident, step, args, state)
@@ -327,7 +327,8 @@ class Incidents:
         """Store the bad rows and the bundle of an incident; return it with findings and diagnosis
         as processes agree on them, and the poles of schedules that it is about.
         """
-        findings = agreement.findings(detected.findings, report)
+        names = keras_layers.input_names(self._run.model)
+        findings = agreement.findings(detected.findings, report, names)
         ordered = tuple(sorted(findings, key=lambda f: SITES.index(f.site)))
         incident, own, evidence = detected.with_(findings=ordered), detected.diagnosis, None
         if own is None and self._explain is not None:

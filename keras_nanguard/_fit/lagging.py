@@ -20,7 +20,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._fit.batchnorm import learning
+from keras_nanguard._fit.batchnorm import learning, reestimated, runs_alone
 from keras_nanguard._fit.callbacks import numbers, one_batch
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -78,10 +78,7 @@ class Lagging:
         trained = statistics.median(losses) if losses else math.nan
         layers, loss = learning(model), numbers(logs).get("loss", math.nan)
         far = 0.0 < FAR * trained < loss < math.inf
-        strategy = getattr(model, "distribute_strategy", None)
-        spread_out = getattr(strategy, "num_replicas_in_sync", 1) > 1
-        spread_out = spread_out or keras.distribution.distribution() is not None
-        if self._done or not layers or not far or spread_out:  # or one batch cannot run alone
+        if self._done or not layers or not far or not runs_alone(model):
             return None
         if not self._looks and remaining:
             return None
@@ -99,7 +96,6 @@ class Lagging:
 
 def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
     from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._files.recalibrate import recalibrate
 
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
@@ -114,8 +110,7 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
             return float(keras.ops.convert_to_numpy(tensor))
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
-        names = [name for layer in layers for name in (layer.path, layer.name)]
-        recalibrate(model, (args[0] for args in trained), only=names)
+        keras_variables.write_all(reestimated(run, layers, trained))
         estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
         for variable, momentum, old, new in zip(moving, momenta, before, after):

@@ -1,6 +1,4 @@
-"""What a guard prints and records: the lines of its incidents and epochs, the events of a run, and
-the totals of all of its fits.
-"""
+"""What a guard prints and records: lines of its incidents and epochs, and the events of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.incident import Incident, Outcome
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.recovery import Recovery
@@ -132,7 +129,6 @@ class RunRecording:
         train_state: returns the train state, whose variables have the current values.
 
     Attributes:
-        recorder: the recorder, for what needs nothing else.
         push: records the measurements of one step; see `Recorder.push`.
     """
 
@@ -144,7 +140,7 @@ class RunRecording:
         policy: Policy,
         train_state: Callable[[], TrainState],
     ):
-        self.recorder, self.push = recorder, recorder.push
+        self._recorder, self.push = recorder, recorder.push
         self._counts, self._recovery = counts, recovery
         self._policy, self._train_state = policy, train_state
         self._factor = 1.0  # the last recorded factor of the guard on learning rates
@@ -162,7 +158,7 @@ class RunRecording:
             "versions": current.versions(),
             "policy": self._policy.to_toml(),
         }
-        self.recorder.begin(
+        self._recorder.begin(
             meta,
             scaled=any(map(keras_optimizers.is_loss_scaled, self._train_state().optimizers)),
             path=None if directory is None else Path(directory) / NAME,
@@ -171,21 +167,12 @@ class RunRecording:
         )
         self._factor = self._recovery.rate_factor
 
-    def plan(self, epochs: int | None, steps: int | None) -> None:
-        """Record how many epochs the fit has, and how many steps each of them, if that is known."""
-        self.recorder.note(epochs=epochs, steps_per_epoch=steps)
-
-    def end(self, finished: bool) -> None:
-        """End the recording of the fit."""
-        status = "finished" if finished else "failed"
-        self.recorder.end(status, self._counts.step, self._counts.epoch)
-
     # Steps and events
 
     def place(self) -> None:
         """Record the epoch of the steps from the current one on."""
         counts = self._counts
-        self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        self._recorder.place(counts.step, counts.epoch, counts.epoch_start)
 
     def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
         """Record the current step, with its verdict."""
@@ -194,18 +181,12 @@ class RunRecording:
 
     def undo(self, step: int, again: Collection[int], text: str, data: Any) -> None:
         """Record a rollback: the steps from this one on are undone, and some of them run again."""
-        self.recorder.undo(step, again)
+        self._recorder.undo(step, again)
         self.event("rollback", text, data)
-
-    def epoch(self, epoch: int, logs: Any) -> None:
-        """Record the end of an epoch, with its logs."""
-        counts = self._counts
-        data = {"logs": logs, "refused": counts.epoch_refused}
-        self.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
 
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
-        self.recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
+        self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
     def actions(self, outcomes: Sequence[Outcome]) -> None:
         """Record a learning rate that an incident has changed."""
@@ -223,7 +204,7 @@ class RunRecording:
             if rate is None:
                 return
             plain = keras_optimizers.rate_variable(optimizer) is not None
-            before = self.recorder.rate(rate, ahead or not plain)
+            before = self._recorder.rate(rate, ahead or not plain)
             if ahead:
                 return
             if self._factor != self._recovery.rate_factor:
@@ -247,7 +228,7 @@ class RunRecording:
 
 
 class GuardLog:
-    """The incidents, the recording, the bad rows and the numbers of steps of one guard.
+    """The incidents, the recording and the bad rows of one guard.
 
     Args:
         verbose: how much is printed: 0, 1 or 2.
@@ -261,17 +242,6 @@ class GuardLog:
         self.incidents: list[Incident] = []
         self.reporter, self.recorder = Reporter(verbose), Recorder()
         self.bad_rows = BadRows(self.recorder, sample_ids)
-        self._earlier = Totals()
-        self._counts: Counts | None = None
-
-    def begin(self, counts: Counts) -> None:
-        """Begin a fit with its counts."""
-        self._earlier, self._counts = self.totals, counts
-
-    @property
-    def totals(self) -> Totals:
-        """The numbers of steps of all fits so far."""
-        return self._earlier if self._counts is None else self._earlier.plus(self._counts.totals)
 
     def announce(self, incident: Incident) -> None:
         """Record and print an incident."""

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import StateLostError
+from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.batchnorm import initial_statistics, learning
+from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.rollback import ActionContext, Restart
 from keras_nanguard._fit.run import Run
@@ -55,15 +55,14 @@ class Performer(NamedTuple):
 
     Attributes:
         perform: performs it; returns what was done, or raises `NotDoneError`.
-        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`;
-            `"parts"`; or `"estimates"`, statistics that are re-estimated from the next batches. An
-            action that ends training writes `"nothing"`, because no step follows.
+        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`; or
+            `"parts"`. An action that ends training writes `"nothing"`, because no step follows.
         ends: how it ends training, also if it could not restore a state: `""` not at all, `"stop"`
             after this step, `"raise"` by a `NonFiniteError`.
     """
 
     perform: Callable[[ActionContext, Parameters], Done]
-    writes: Literal["nothing", "snapshot", "parts", "estimates"]
+    writes: Literal["nothing", "snapshot", "parts"]
     ends: Literal["", "stop", "raise"] = ""
 
 
@@ -130,7 +129,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
         return Outcome(name, "skipped", str(reason)), None
     except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if performer.writes in ("parts", "estimates"):
+    if performer.writes == "parts":
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
@@ -306,14 +305,24 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
 
 
 def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
-    run, batches = context.run, p["batches"]
-    layers = learning(run.model)
+    run, layers = context.run, learning(context.run.model)
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
-    write_all(initial_statistics(layers))
-    run.recovery.estimate(run.model, batches)
-    what = f"the statistics of {len(layers)} layers"
-    return Done(f"re-estimating {what} over the next {batches} batches")
+    if not runs_alone(run.model):
+        raise NotDoneError("a batch is spread over several devices or processes")
+    batches = run.recent.last(p["batches"])
+    if not batches:
+        raise NotDoneError("no batch is in memory")
+    try:
+        estimates = reestimated(run, layers, batches)
+    except GuardError as error:
+        raise NotDoneError(str(error)) from error
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise NotDoneError(f"the model cannot run on the arguments of a step: {why}") from error
+    write_all(estimates)
+    source = times(len(batches), "good step")
+    return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
 
 
 def _reset_slots(context: ActionContext, p: Parameters) -> Done:
@@ -401,7 +410,7 @@ PERFORMERS: dict[str, Performer] = {
     "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
     "repair": Performer(_repair, "parts"),
     "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
-    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "estimates"),
+    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "parts"),
     "reset_slots": Performer(_reset_slots, "parts"),
     "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
     "stop": Performer(

@@ -2,12 +2,13 @@
 outlives the fit and the process.
 
 Some changes continue over several steps: a lowered rate returns, a loss scale stays within its
-bounds, BatchNorm statistics are re-estimated. Usually there are none.
+bounds. Usually there are none.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +20,16 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.json_records import Whole
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._fit.batchnorm import Recalibration, learning
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
 from keras_nanguard._policy.records import Record
+
+SCALE_INTERVAL = 50
+"""Maximum number of steps between two looks at a loss scale that stays in a range: other code may
+set it. Dynamic scaling raises it after a known number of good steps.
+"""
 
 
 class Recovery:
@@ -43,12 +48,11 @@ class Recovery:
         self.lowering = Lowering()
         self.changed: list[tuple[Any, str, Any]] = []
         self.scale_bounds: tuple[float, float] | None = None
-        self.recalibration: Recalibration | None = None
 
     @property
     def active(self) -> bool:
-        """Whether there is something to do after each good step."""
-        return bool(self.lowering.recover_after or self.scale_bounds or self.recalibration)
+        """Whether there is something to do after some of the good steps."""
+        return bool(self.lowering.recover_after or self.scale_bounds)
 
     # The counts of the policy
 
@@ -152,7 +156,6 @@ class Recovery:
             for optimizer in optimizers
         ]
         at = None if self.lowering.at is None else self.lowering.at - committed
-        estimate = self.recalibration
         return GuardState.model_construct(
             policy_state=self.policy_state.after_fit(steps),
             rates=tuple(rate.change() if rate is not None else None for rate in rates),
@@ -160,10 +163,9 @@ class Recovery:
             rollbacks=rollbacks,
             lowering=self.lowering.replaced(at=at),
             scale_bounds=self.scale_bounds,
-            recalibration=None if estimate is None else (estimate.left, estimate.seen),
         )
 
-    def resume(self, state: GuardState, optimizers: Sequence[Any], model: Any, write: bool) -> None:
+    def resume(self, state: GuardState, optimizers: Sequence[Any], write: bool) -> None:
         """Apply a record before the first step.
 
         Args:
@@ -181,8 +183,6 @@ class Recovery:
                 if target is not None:  # else this optimizer has no such setting
                     self.change(target, name, value)
         self.lowering, self.scale_bounds = state.lowering, state.scale_bounds
-        if state.recalibration is not None:
-            self.estimate(model, *state.recalibration)
 
     def end(self) -> None:
         """Undo the changes to the optimizers."""
@@ -213,41 +213,30 @@ class Recovery:
         """Number of committed steps when the rate was last lowered, 0 if it never was."""
         return self.lowering.at or 0
 
-    def estimate(self, model: Any, batches: int, seen: int = 0) -> None:
-        """Start to re-estimate the statistics of all layers that update theirs."""
-        layers = learning(model)
-        self.recalibration = Recalibration(layers, batches, seen) if layers else None
-
-    def before_execution(self, committed: int) -> None:
-        """Run due tasks before an execution: a new estimate begins to count, rates stay lowered."""
-        if self.recalibration is not None:
-            self.recalibration.begin_counting(committed)
+    def hold_rates(self) -> None:
+        """Keep lowered rates lowered before an execution."""
         for rate in self.rates.values():
             rate.hold()
 
-    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> None:
+    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
-        good.
+        good; return the number of further steps until something may be due, infinity for never.
 
         Args:
             train_state: returns the train state, whose variables have the current values.
         """
-        after = self.lowering.recover_after
-        if after and committed - self.lowered_at >= after:
-            train_state()
-            for rate in self.rates.values():
-                rate.restore(1.0)
-            self.keep_rates()
+        left = math.inf
+        if self.lowering.recover_after:
+            left = self.lowering.recover_after - (committed - self.lowered_at)
+            if left <= 0:
+                train_state()
+                for rate in self.rates.values():
+                    rate.restore(1.0)
+                self.keep_rates()
+                left = math.inf
         if self.scale_bounds is not None:
-            floor, ceiling = self.scale_bounds
-            for scale, _ in train_state().scales:
-                value = float(keras_variables.read(scale))
-                if not floor <= value <= ceiling:
-                    keras_variables.write(scale, min(max(value, floor), ceiling))
-        if self.recalibration is not None:
-            train_state()
-            if self.recalibration.step(committed):
-                self.recalibration = None
+            left = min(left, _keep_scales(train_state(), *self.scale_bounds))
+        return left
 
     # Rollbacks
 
@@ -258,12 +247,28 @@ class Recovery:
         self.continue_streaks(PolicyState())
 
 
+def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:
+    """Write the nearest bound into each loss scale that is out of its range; return the number of
+    steps until one may be out of it again.
+    """
+    left = SCALE_INTERVAL
+    for optimizer in filter(keras_optimizers.scales_of, train_state.optimizers):
+        scale, counter = keras_optimizers.scales_of(optimizer)
+        value = float(keras_variables.read(scale))
+        if not floor <= value <= ceiling:
+            keras_variables.write(scale, min(max(value, floor), ceiling))
+        growth = optimizer.dynamic_growth_steps - int(keras_variables.read(counter))
+        left = min(left, max(growth, 1))
+    return left
+
+
 # State that outlives the fit
 
-FORMAT = 4
-"""Version of the JSON format of a `GuardState`."""
+FORMAT = 5
+"""Version of the JSON format of a `GuardState`. That of version 4 had an estimate of BatchNorm
+statistics besides, which lasted for several steps.
+"""
 
-Pair = tuple[Whole, Whole]
 Setting = Literal["global_clipnorm", "dynamic_growth_steps"]
 """A setting of an optimizer that an action may change during a fit."""
 
@@ -279,7 +284,6 @@ class GuardState(Record):
         settings: the changed settings of each optimizer by name, with their current values.
         lowering: why and since when the rates are lowered, for a fit that begins now.
         scale_bounds: floor and ceiling of the loss scale.
-        recalibration: remaining and past batches of an estimate of BatchNorm statistics.
     """
 
     policy_state: PolicyState
@@ -288,7 +292,6 @@ class GuardState(Record):
     rollbacks: Whole = 0
     lowering: Lowering = Lowering()
     scale_bounds: tuple[float, float] | None = None
-    recalibration: Pair | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""
@@ -296,13 +299,16 @@ class GuardState(Record):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> GuardState:
-        """Rebuild a state from `to_dict()`.
+        """Rebuild a state from `to_dict()`, of this format or the one before.
 
         Raises:
             FileFormatError: if it is of another format, or a field is missing, unknown or of a
                 wrong type.
         """
         what, remedy = f"a guard state of format {FORMAT}", "Start without resume=True."
+        if data.get("format") == FORMAT - 1:
+            rest = {name: value for name, value in data.items() if name != "recalibration"}
+            data = {**rest, "format": FORMAT}
         if data.get("format") != FORMAT:
             found = plain_text(f"format={data.get('format')!r}")
             raise FileFormatError(expected(what, found, remedy))

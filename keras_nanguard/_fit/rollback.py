@@ -18,7 +18,6 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.batchnorm import initial_statistics
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
@@ -177,18 +176,15 @@ class ActionContext:
     def _write(self, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         """Write a snapshot, and restore or advance the random generators."""
         run, train_state = self.run, self.run.train_state()
-        estimate = run.recovery.recalibration
-        changed = initial_statistics(estimate.layers) if estimate is not None else []
+        changed: list[tuple[Any, Any]] = []
         if reseed:
             times = run.counts.rollbacks + 1
-            changed += keras_variables.moved_seeds(train_state.other, times, snapshot.value)
+            changed = keras_variables.moved_seeds(train_state.other, times, snapshot.value)
         snapshot.write(train_state.kept if replays else train_state.restorable, changed)
         if replays and snapshot.generator is not None:
             current.host().set_generator_state(snapshot.generator)
         elif reseed:
             current.host().advance_generator()
-        if estimate is not None:
-            estimate.restart()
 
     def _committed_since(self, snapshot: Snapshot) -> int:
         """Return how many steps have committed since a snapshot."""

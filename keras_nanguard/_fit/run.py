@@ -132,6 +132,7 @@ class Run:
 
     Attributes:
         access: host access to the train state and to the guarded step, from the backend.
+        recorder: the recording of all fits of the guard; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: the step at which each task between two steps is due, by its name; set by `plan`.
@@ -163,6 +164,7 @@ class Run:
         self.access = StateAccess()
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
+        self.recorder = recorder
         self.recording = RunRecording(
             recorder, self.counts, self.recovery, policy, self.train_state
         )
@@ -330,5 +332,5 @@ class Run:
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""
         self.counts.follow(changes.rollbacks)
-        self.recovery.resume(changes, self.train_state().optimizers, self.model, write)
+        self.recovery.resume(changes, self.train_state().optimizers, write)
         self.plan_changes()

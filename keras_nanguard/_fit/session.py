@@ -71,8 +71,7 @@ class Session:
         run = self.run
         starts = not run.began or self.start.resuming is not None or self._generators is not None
         traces = run.created is not None or run.access.transaction.counted
-        changes = run.stopped or run.recovery.recalibration is not None
-        return starts or traces or changes or run.counts.skip_batches > 0
+        return starts or traces or run.stopped or run.counts.skip_batches > 0
 
     @property
     def may_run_ahead(self) -> bool:
@@ -101,8 +100,7 @@ class Session:
         if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
-        reads = not run.began or recovery.recalibration is not None
-        reads |= written and bool(recovery.rates)
+        reads = not run.began or (written and bool(recovery.rates))
         if reads:
             run.access.sync_variables()
         if not run.began:
@@ -111,7 +109,7 @@ class Session:
             current.host().set_generator_state(self._generators)
             self._generators = None
         if reads:
-            recovery.before_execution(run.counts.committed)
+            recovery.hold_rates()
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
@@ -344,7 +342,7 @@ class Session:
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
-        if problem := self.run.recording.recorder.problem():
+        if problem := self.run.recorder.problem():
             self.run.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
@@ -352,7 +350,8 @@ class Session:
         run = self.run
         with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
             closing.callback(self.say_problem)
-            closing.callback(run.recording.end, self.finished)
+            status = "finished" if self.finished else "failed"
+            closing.callback(run.recorder.end, status, run.step, run.counts.epoch)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
             closing.callback(run.recent.restart)

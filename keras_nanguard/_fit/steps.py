@@ -330,4 +330,9 @@ def bytes_of(value: Any, levels: int = 2) -> int:
 
 def _is_small(value: Any) -> bool:
     """Whether a structure has few parts, unlike a vocabulary. Arrays count as one."""
-    return hasattr(value, "shape") or not hasattr(value, "__len__") or len(value) <= MOST_PARTS
+    if hasattr(value, "shape") or not hasattr(value, "__len__"):
+        return True
+    try:
+        return len(value) <= MOST_PARTS
+    except Exception:  # noqa: BLE001  data without an end, a custom object
+        return False

@@ -46,17 +46,18 @@ class Tasks:
     def continue_changes(self) -> float:
         """Continue the changes of the policy that last for several steps."""
         run = self.run
-        if not run.counts.last_refused:
-            run.recovery.after_good_step(run.counts.committed, run.train_state)
-            run.recording.factor()
-        return run.step + 1 if run.recovery.active else inf
+        if run.counts.last_refused:
+            return run.step + 1 if run.recovery.active else inf
+        left = run.recovery.after_good_step(run.counts.committed, run.train_state)
+        run.recording.factor()
+        return run.step + left
 
     def check(self) -> float:
         """Check for finite faults."""
         run, low_scale = self.run, needs_low_scale(self.run)
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
-            if run.recording.recorder.wants_rate and processes.count() == 1:
+            if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings:

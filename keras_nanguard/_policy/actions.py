@@ -164,11 +164,13 @@ class ResetBatchnorm(Change):
 
 
 class RecalibrateBatchnorm(Change):
-    """Re-estimate the moving statistics of BatchNormalization over the next batches."""
+    """Re-estimate the moving statistics of BatchNormalization from the last good batches."""
 
     name: ClassVar[str] = "recalibrate_batchnorm"
 
-    batches: int = Field(default=100, ge=1, le=10**6, description="batches to estimate from")
+    batches: int = Field(
+        default=100, ge=1, le=10**6, description="maximum number of batches, of those in memory"
+    )
 
 
 class ResetSlots(Change):

@@ -256,6 +256,23 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
         np.testing.assert_array_equal(np.asarray(args[0]), x[number * BATCH : (number + 1) * BATCH])
 
 
+class Endless:
+    """Data without an end, as an infinite `tf.data.Dataset`, which raises when asked for its length."""
+
+    def __len__(self):
+        raise TypeError("The dataset is infinite.")
+
+
+def test_a_step_of_an_object_that_has_endless_data():
+    model, guard, (x, y) = network(run_eagerly=True), NanGuard(verbose=0), data(BATCH)
+    trainer = types.SimpleNamespace(data=Endless(), scale=np.ones(4, "float32"))
+    tensors = [keras.ops.convert_to_tensor(array) for array in (x, y)]
+    with guard.watch(model):
+        step = guard.step(lambda trainer, x, y: model.train_step((x * trainer.scale, y))["loss"])
+        step(trainer, *tensors)
+    assert guard.session.run.step == 1 and bytes_of(trainer) == 16
+
+
 @pytest.mark.requires_backend("torch", reason="only tensors of torch can be written to")
 def test_a_tensor_that_was_overwritten_is_dropped():
     import torch

@@ -86,7 +86,7 @@ def train(guard, *bad, build=None, callbacks=(), **fit):
     ("action", "refused", "remembered"),
     [
         *(("rollback", 3, 0), ("reset_batchnorm", 3, 0), ({"reset_slots": {"scope": "all"}}, 3, 0)),
-        *(("recalibrate_batchnorm", 1, 2), ("lower_lr", 1, 8)),
+        ("lower_lr", 1, 8),
     ],
 )
 def test_later_steps_of_an_execution(action, refused, remembered):
@@ -117,6 +117,12 @@ def test_later_steps_of_the_execution_in_which_training_stops():
         ("fix_loss_scale", None, "the model does not scale its loss"),
         ("repair", None, "no entry is bad"),
         ("reset_batchnorm", lambda: _linear(), "the model has no BatchNormalization"),
+        pytest.param(
+            "recalibrate_batchnorm",
+            lambda: zoo.plain(steps_per_execution=4),
+            "no batch is in memory",
+            marks=pytest.mark.requires_backend("tensorflow", reason="several steps in one compiled call"),
+        ),
         ("reset_slots", None, "no slot is bad"),
         ({"reset_slots": {"scope": "all"}}, lambda: zoo.plain("sgd"), "there is no slot"),
         ({"call": {"function": "fails"}}, None, "ZeroDivisionError: division by zero"),
@@ -536,6 +542,38 @@ class TestFixLossScale:
         assert all(4.0 <= scale <= 64.0 for scale in scales[3:])
         assert np.isfinite(model.get_weights()[0]).all()
 
+    @pytest.mark.parametrize(("growth", "looks"), [(2000, 0), (3, 4)])
+    def test_bounds_without_work_in_each_step(self, growth, looks):
+        """The scale is looked at when it can have grown, and stays in its range after each batch."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=growth)
+        guard = acting({"fix_loss_scale": {"reset_to": 32.0}}, tables={"loss_scale": {"floor": 4.0, "ceiling": 64.0}})
+        waits, scales = [], []
+
+        def look(batch, logs):
+            run = guard.session.run
+            waits.append(run.due["changes"] - run.step if "changes" in run.due else np.inf)
+            scales.append(float(optimizer.dynamic_scale.numpy()))
+
+        callback, model = keras.callbacks.LambdaCallback(on_train_batch_end=look), line(optimizer, run_eagerly=True)
+        walk(model, guard, 3, callbacks=[callback], batches=16)
+        assert [o[:2] for o in outcomes(guard, "fix_loss_scale")] == [(3, "done")]
+        assert waits[3] == 1 and waits[4:].count(1) == looks
+        assert all(4.0 <= scale <= 64.0 for scale in scales[3:]) and (scales[-1] == 64.0) == (growth == 3)
+        walk(model, guard, callbacks=[callback], batches=16)  # the next fit continues so
+        assert waits[17:].count(1) <= looks + 1 and all(4.0 <= scale <= 64.0 for scale in scales[16:])
+
+    def test_a_scale_that_a_callback_sets(self):
+        """It returns to the range within 50 steps, and is reported if a check sees it before."""
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        guard = acting("fix_loss_scale", tables={"loss_scale": {"floor": 4.0, "ceiling": 64.0}})
+        scales = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: scales.append(float(optimizer.dynamic_scale.numpy()))
+        )
+        change = At(s20=lambda model: optimizer.dynamic_scale.assign(2.0**20))
+        walk(line(optimizer, run_eagerly=True), guard, 3, callbacks=[look, change], batches=72)
+        assert scales[3] == 64.0 and scales[70:] == [64.0, 64.0]
+
     def test_reset_and_growth(self):
         """It restarts from reset_to, and doubles after the given number of good steps."""
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic_growth_steps=2000)
@@ -643,55 +681,114 @@ def reached(model):
     return model
 
 
+def normalized(momentum=0.99, trainable=True, **options):
+    norm = layers.BatchNormalization(momentum=momentum, trainable=trainable)
+    model = keras.Sequential([keras.Input((6,)), norm, layers.Dense(1)])
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def moving(of, *later, momentum):
+    """Return mean and variance of all rows of these batches, moved on by later ones."""
+    found = [of.reshape(-1, 6).mean(0), of.reshape(-1, 6).var(0)]
+    for batch in (batch for some in later for batch in some):
+        new = batch.mean(0), batch.var(0)
+        found = [momentum * old + (1 - momentum) * one for old, one in zip(found, new)]
+    return found
+
+
 class TestRecalibrateBatchnorm:
     @pytest.mark.parametrize("mode", ["eager", "graph", "steps4"])
-    def test_closed_form(self, mode):
-        """The estimate is the mean over the batches of the mean and variance of each batch."""
+    def test_from_the_last_good_batches(self, mode):
+        """They are mean and variance of the rows of those batches, and no bad batch is one."""
+        if zoo.BACKEND == "tensorflow" and mode == "steps4":
+            pytest.skip("several steps in one compiled call remember no batch: see test_skipped")
         zoo.supported(zoo.MODES[mode], even=False)
         data = zoo.regression(batches=20)
         data.x[:] = data.x * 3.0 + 5.0
-        zoo.poison(data, 3)
+        zoo.poison(data, 6)
+        zoo.poison(data, 9)
+        guard, seen = acting({"recalibrate_batchnorm": {"batches": 4}}), {}
 
-        def build():
-            model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.99), layers.Dense(1)])
-            model.compile("sgd", "mse", **zoo.MODES[mode])
-            return model
+        def look(batch, logs):
+            norm = reached(model).layers[0]
+            seen[guard.session.run.step] = [v.numpy() for v in (norm.moving_mean, norm.moving_variance)]
 
-        guard = acting({"recalibrate_batchnorm": {"batches": 8}})
-        seen = {}
-        after = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda b, logs: seen.setdefault(b, [v.numpy() for v in reached(model).layers[0].weights[2:]])
+        keras.utils.set_random_seed(0)
+        model = normalized(**zoo.MODES[mode])
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, callback])
+        words = [o[1:] for o in outcomes(guard, "recalibrate_batchnorm")]
+        each = "2 statistics re-estimated from the last {} good steps"
+        assert words == [("done", each.format(4)), ("done", each.format(2))], "the first one replaced the state"
+        rows = data.x.reshape(20, 8, 6).astype("float64")
+        first = moving(rows[2:6], momentum=0.99)
+        if mode == "steps4":  # seen after the execution
+            first = moving(rows[2:6], rows[7:8], momentum=0.99)
+        last = moving(rows[7:9], *([rows[10:12]] if mode == "steps4" else []), momentum=0.99)
+        for step, wanted in ((8 if mode == "steps4" else 7, first), (12 if mode == "steps4" else 10, last)):
+            for got, one in zip(seen[step], wanted):
+                np.testing.assert_allclose(got, one, rtol=1e-4)
+        assert zoo.bad_entries(model) == [] and guard.session.run.step == 20
+
+    def test_after_a_validation(self):
+        """The layer whose statistics lag is repaired, so later validations are good."""
+        rule = {"name": "statistics", "site": "validation", "do": "recalibrate_batchnorm"}
+        guard = NanGuard({"rules": [rule]}, verbose=0)
+        keras.utils.set_random_seed(0)
+        model, rng = normalized(momentum=0.9), np.random.default_rng(0)
+        x = rng.standard_normal((96, 6)).astype("float32") + 5.0
+        ruin = keras.callbacks.LambdaCallback(
+            on_test_begin=lambda logs: len(guard.incidents) or reached(model).layers[0].moving_variance.assign([np.nan] * 6)
         )
-        model = build()
-        model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, after])
-        batches = data.x.reshape(20, 8, 6)[4:12].astype("float64")
-        mean, variance = seen[11]
-        tolerance = 0.02 if mode == "steps4" else 1e-3  # within one execution the later batches weigh a little more
-        np.testing.assert_allclose(mean, batches.mean(1).mean(0), rtol=tolerance)
-        np.testing.assert_allclose(variance, batches.var(1).mean(0), rtol=5 * tolerance)
-        assert not guard.session.run.recovery.active
+        history = model.fit(
+            x, x[:, :1], batch_size=8, epochs=2, validation_data=(x, x[:, :1]), verbose=0, callbacks=[guard, ruin]
+        ).history
+        assert np.isfinite(history["val_loss"]).tolist() == [False, True]
+        assert outcomes(guard, "recalibrate_batchnorm")[0][1] == "done"
 
-    def test_rollback_in_between(self):
-        """A rollback restarts the estimate, so only batches after it count."""
-        data = zoo.regression(batches=16)
-        data.x[:] = data.x * 3.0 + 5.0
-        rules = [
-            {"name": "estimate", "site": "inputs", "do": [{"recalibrate_batchnorm": {"batches": 4}}]},
-            {"name": "back", "site": "targets", "do": "rollback"},
-        ]
-        policy = {"rules": rules, "snapshot": {"every": 4, "verify_after": 1}}
-        zoo.poison(data, 3)
-        data.y[6 * 8] = np.nan
-        model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.9), layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
-        seen = {}
-        after = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda b, logs: seen.setdefault(b, reached(model).layers[0].moving_mean.numpy())
-        )
-        guard = NanGuard(policy, verbose=0, diagnose=False)
-        model.fit(data.x, data.y, batch_size=8, shuffle=False, verbose=0, callbacks=[guard, after])
-        assert outcomes(guard, "rollback")[0][1] == "done"
-        np.testing.assert_allclose(seen[10], data.x.reshape(16, 8, 6)[7:11].mean(1).mean(0), rtol=1e-3)
+    @pytest.mark.parametrize(
+        ("bad", "options", "reason"),
+        [
+            (0, {}, "no batch is in memory"),
+            (3, {"batch_size": 1}, "two values per channel or more"),
+            (3, {"trainable": False}, "no BatchNormalization that learns its statistics"),
+        ],
+    )
+    def test_reasons(self, bad, options, reason):
+        """It is skipped, and the statistics stay as they are, without a trace of the attempt."""
+        size = options.get("batch_size", 8)
+        keras.utils.set_random_seed(0)
+        model, rng = normalized(trainable=options.get("trainable", True)), np.random.default_rng(0)
+        x = rng.standard_normal((size * 6, 6)).astype("float32")
+        x[bad * size] = np.nan
+        kept, guard = [], acting({"recalibrate_batchnorm": {"batches": 1}})
+
+        def look(batch, logs):
+            kept.append([v.numpy() for v in reached(model).layers[0].non_trainable_variables])
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        first = [v.numpy() for v in model.layers[0].non_trainable_variables]
+        model.fit(x, x[:, :1], batch_size=size, shuffle=False, verbose=0, callbacks=[guard, callback])
+        ((step, status, words),) = outcomes(guard, "recalibrate_batchnorm")
+        assert (step, status) == (bad, "skipped") and reason in words
+        for now, before in zip(kept[bad], kept[bad - 1] if bad else first):
+            np.testing.assert_array_equal(now, before)
+
+    def test_a_loop_whose_arguments_are_no_batch(self):
+        """The first argument is not what the model takes: the reason names its error."""
+        model, guard = normalized(), acting("recalibrate_batchnorm")
+        x = np.ones((4, 8, 6), "float32") * np.arange(8)[:, None]
+        x[3, 0] = np.nan
+        if zoo.BACKEND == "jax":
+            pytest.skip("there a step receives the state")
+        with guard.watch(model):
+            step = guard.step(lambda batch: model.train_step((keras.ops.convert_to_tensor(batch["x"]),) * 2)["loss"])
+            for rows in x:
+                step({"x": rows})
+        ((_, status, words),) = outcomes(guard, "recalibrate_batchnorm")
+        assert status == "skipped" and words.startswith("the model cannot run on the arguments of a step: ")
+        assert np.isfinite(model.layers[0].moving_mean.numpy()).all()
 
     def test_skipped(self):
         """Frozen layers keep their statistics: nothing to estimate, nothing reset."""

@@ -235,16 +235,17 @@ def test_a_stop_does_not_replay_the_steps_of_a_proven_divergence():
 class Spoils(keras.callbacks.Callback):
     """Overwrites the weights with finite noise after an action, so that it cannot help."""
 
-    def __init__(self, guard):
+    def __init__(self, guard, scale=100, rate=1e-9):
         super().__init__()
-        self.guard, self.state = guard, None
+        self.guard, self.scale, self.rate, self.state = guard, scale, rate, None
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.guard.incidents and self.state is None:
             draw = np.random.default_rng(0)
-            self.state = [draw.normal(0, 100, value.shape) for value in self.model.get_weights()]
+            self.state = [draw.normal(0, self.scale, value.shape) for value in self.model.get_weights()]
             self.model.set_weights(self.state)
-            self.model.optimizer.learning_rate = 1e-9
+            if self.rate is not None:
+                self.model.optimizer.learning_rate = self.rate
 
 
 class TestProbation:
@@ -288,6 +289,33 @@ class TestProbation:
             history = model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[guard, spoils]).history
         assert changes(guard) == [["lower_lr"], ["rollback", "lower_lr"]] and spoiled
         assert history["nanguard/rate_factor"] == pytest.approx([0.9, 0.009, 1.0, 1.0])
+
+    @pytest.mark.parametrize("last", [39, 20])
+    def test_an_action_in_the_last_epoch_is_judged_at_its_end(self, last, tmp_path, capsys):
+        """Before validation and checkpoints. The oracle is plain Keras up to the step of the action."""
+        ends = {batch: zoo.After(lambda model: setattr(model, "stop_training", True), batch, 1) for batch in (0, last)}
+        plain, _ = fit(mlp(adam(3.0)), callbacks=[ends[0]], epochs=2, validation_data=(X, Y))
+        guard = NanGuard()
+        path = str(tmp_path / "{epoch}.keras")
+        others = [Spoils(guard, 1e6, None), ends[last], keras.callbacks.ModelCheckpoint(path)]
+        model, history = fit(mlp(adam(3.0)), guard, callbacks=others, epochs=2, validation_data=(X, Y))
+        assert [i.step for i in guard.incidents] == [40] and changes(guard) == [["rollback", "lower_lr"]]
+        assert capsys.readouterr().out.count("State and learning rate are restored") == 1
+        same(model, plain)
+        assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(3.0)
+        assert guard.session.guard_state.lowering.at is None
+        saved = keras.saving.load_model(path.format(epoch=2))
+        for one, other in zip(model.get_weights(), saved.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        now = model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
+        assert history["val_loss"][-1] == pytest.approx(now["loss"], rel=1e-4)
+
+    def test_an_action_that_helps_in_the_last_epoch_stays(self, capsys):
+        guard = NanGuard()
+        model, _ = fit(mlp(adam(3.0)), guard, epochs=2)
+        assert [i.step for i in guard.incidents] == [40] and accuracy(model) > 0.9
+        assert "restored" not in capsys.readouterr().out.partition("rolled back")[2]
+        assert guard.session.tasks.divergence._probation is None
 
     def test_probation_waits_until_there_is_a_comparison(self, capsys):
         """It does not end in a window without batches to compare on."""

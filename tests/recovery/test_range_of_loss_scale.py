@@ -92,7 +92,7 @@ def test_far_too_high():
     class Raise(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 3:
-                self.model.optimizer.dynamic_scale.assign(2.0**100)
+                self.model.optimizer.dynamic_scale.assign(2.0**100)  # on JAX, `model` reads the state
 
     x, y = data(1.0)
     model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])

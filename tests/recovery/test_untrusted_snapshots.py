@@ -59,6 +59,16 @@ def test_a_guard_state_of_a_run_is_accepted():
     assert GuardState.from_dict(json.loads(json.dumps(GOOD))).to_dict() == GOOD
 
 
+@pytest.mark.parametrize("estimate", [None, [40, 60]])
+def test_a_guard_state_of_the_format_before(estimate):
+    """It has an estimate of BatchNorm statistics, which no longer lasts for several steps."""
+    assert GuardState.from_dict({**GOOD, "format": 4, "recalibration": estimate}).to_dict() == GOOD
+    with pytest.raises(FileFormatError, match="format=3"):
+        GuardState.from_dict({**GOOD, "format": 3, "recalibration": estimate})
+    with pytest.raises(FileFormatError):
+        GuardState.from_dict({**GOOD, "recalibration": estimate})
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_a_guard_state_sets_only_what_an_action_can_have_set(name):
     """Names and numbers that no action can produce are rejected before anything is set."""

@@ -10,6 +10,7 @@ import pytest
 from support import zoo
 
 from keras_nanguard import GuardError, NanGuard, NanGuardModel
+from keras_nanguard._fit import callbacks
 
 NAMES = {f"nanguard/{name}" for name in ("grad_norm", "rate_factor", "loss_scale", "rollbacks")}
 
@@ -252,3 +253,32 @@ def test_the_same_rows_in_each_epoch(capsys):
     assert capsys.readouterr().out.count(" refused: inputs") == 6
     with pytest.raises(GuardError, match="verbose to be 0, 1 or 2"):
         talks.verbose = 3
+
+
+class WithLogs(keras.callbacks.Callback):
+    """Adds logs that are no numbers."""
+
+    def __init__(self, **logs):
+        super().__init__()
+        self.logs = logs
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs |= self.logs
+
+
+def test_logs_that_are_no_arrays():
+    """A ragged list is a value like any other to Keras, so it must not end a guarded fit."""
+    by_class = [[0.5], [0.1, 0.2]]
+    _, history = fit(zoo.regression(), WithLogs(by_class=by_class), NanGuard(verbose=0), epochs=1)
+    assert history["by_class"] == [by_class] and math.isfinite(history["loss"][0])
+    assert callbacks.numbers({"by_class": by_class, "loss": 0.5}) == {"loss": 0.5}
+
+
+@pytest.mark.requires_backend("torch", reason="only its tensors have gradients")
+def test_tensors_with_a_gradient_in_the_logs():
+    import torch
+
+    several = [torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)]
+    _, history = fit(zoo.regression(), WithLogs(several=several, single=several[0]), NanGuard(verbose=0), epochs=1)
+    assert history["several"] == [several] and history["single"] == [several[0]]
+    assert callbacks.numbers({"several": several, "single": several[0]}) == {"single": 1.0}
