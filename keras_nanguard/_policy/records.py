@@ -81,14 +81,7 @@ def _sentence(error: Mapping[str, Any], document: Any, model: Any) -> str:
 
 
 _WORDS = {
-    "greater_than": "a number > {gt:g}",
-    "greater_than_equal": "a number >= {ge:g}",
-    "less_than": "a number < {lt:g}",
-    "less_than_equal": "a number <= {le:g}",
     "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
     "string_too_short": "a text that is not empty",
     "string_too_long": "a text of at most {max_length} characters",
     "string_pattern_mismatch": "a name of at most 64 letters, digits, spaces, '_', '-' and '.'",
@@ -97,7 +90,9 @@ _WORDS = {
     "tuple_type": "a list",
     "invalid_key": "text as keys",
 }
-"""The expected value for each type of error of pydantic; other types keep its sentence."""
+"""The expected value for the types of error whose sentence of pydantic is about Python, or no noun;
+other types keep it.
+"""
 
 
 def _path(place: Sequence[str | int], document: Any) -> str:

@@ -196,5 +196,5 @@ def test_the_counts_are_those_of_all_events(seed):
 @pytest.mark.parametrize("name", ["earlier", "consecutive", "climb"])
 def test_a_saved_count_is_not_negative(name):
     assert PolicyState(**{name: 0}) == PolicyState()
-    with pytest.raises(PolicyError, match=f"{name}: expected a number >= 0, received -1"):
+    with pytest.raises(PolicyError, match=f"{name}: expected greater than or equal to 0, received -1"):
         PolicyState(**{name: -1})

@@ -213,9 +213,9 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
     words = ", ".join(ACTIONS)
     assert set(problems(document)) == {
         f"escalation[1][0]: expected one of {words}, received 'rolback', did you mean 'rollback'?",
-        "lower_lr.factor: expected a number < 1, received 2.0",
-        "lower_lr.min_lr: expected a number, received 'low'",
-        "snapshot.every: expected a number >= 0, received -1",
+        "lower_lr.factor: expected less than 1, received 2.0",
+        "lower_lr.min_lr: expected a valid number, received 'low'",
+        "snapshot.every: expected greater than or equal to 0, received -1",
         "snapshot.storage: expected one of memory, disk, received 'dsik', did you mean 'disk'?",
         "snapshot.kep: expected one of every, keep, storage, verify_after, received 'kep', "
         "did you mean 'keep'?",
@@ -236,9 +236,9 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
         ({"escalation": "stop"}, "escalation: expected a list"),
         ({"escalation": ["skip", []]}, "escalation[1]: expected at least one"),
         ({"snapshot": 3}, "snapshot: expected a table, received 3"),
-        ({"snapshot": {"every": 2.5}}, "a whole number"),
-        ({"snapshot": {"every": True}}, "a whole number"),
-        ({"snapshot": {"every": "5"}}, "a whole number, received '5'"),
+        ({"snapshot": {"every": 2.5}}, "expected a valid integer"),
+        ({"snapshot": {"every": True}}, "expected a valid integer"),
+        ({"snapshot": {"every": "5"}}, "expected a valid integer, received '5'"),
         ({"lower_lr": {"min_lr": float("nan")}}, "finite number"),
         ({"lower_lr": {"min_lr": float("inf")}}, "finite number"),
         ({"loss_scale": {"floor": 9.0, "ceiling": 2.0}}, "floor <= ceiling = 2"),
@@ -252,6 +252,9 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
         ({"version": 3}, "version: expected 2, received 3"),
         ({1: 2}, "expected text as keys"),
         ({"refuse": "no"}, "true or false"),
+        ({"rules": [{"name": 3, "do": "stop"}]}, "rules[0].name: expected a valid string, received 3"),
+        ({"rules": [{"name": "a", "layer": "", "do": "stop"}]}, "expected a text that is not empty"),
+        ({"escalation": [{"warn": {"message": "x" * 201}}]}, "expected a text of at most 200 characters"),
     ],
 )
 def test_a_problem_names_the_expected_value(document, words):
@@ -262,7 +265,7 @@ def test_a_problem_names_the_expected_value(document, words):
 
 def test_a_record_in_code_is_validated_like_a_file():
     """A mistake in Python gets the same sentence as one in a file."""
-    with pytest.raises(PolicyError, match=r"LowerLr: factor: expected a number < 1, received 2.0"):
+    with pytest.raises(PolicyError, match=r"LowerLr: factor: expected less than 1, received 2.0"):
         LowerLr(factor=2.0)
     with pytest.raises(PolicyError, match=r"did you mean 'factor'"):
         LowerLr(factr=0.5)
