@@ -33,6 +33,7 @@ from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
 from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import files
+from keras_nanguard._report.console import summary
 from keras_nanguard._report.figure import curves
 from keras_nanguard._report.shown import ShownRun
 
@@ -455,7 +456,8 @@ class NanGuard(keras.callbacks.Callback):
 
     def _counted(self) -> Totals:
         """Return the numbers of steps of all fits so far, for benchmarks."""
-        return self._run.totals
+        totals = self._run.totals
+        return totals if totals.steps is not None else totals._replace(steps=0)
 
     def __repr__(self) -> str:
         return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
@@ -467,7 +469,7 @@ class NanGuard(keras.callbacks.Callback):
         """Return a summary of all fits so far: numbers of steps, incidents by cause, and
         actions.
         """
-        return self._run.summary
+        return summary(self.incidents, self._counted())
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write a report of all fits so far to a file, and return its path.

@@ -28,7 +28,7 @@ from keras_nanguard._diagnose.facts import known
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
 from keras_nanguard._files.bundles import Bundle, read
-from keras_nanguard._files.formats.limits import first_line
+from keras_nanguard._files.formats.limits import first_line, refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import resizable
@@ -134,6 +134,7 @@ def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) 
     own = dict(custom_objects or {})
     try:
         if isinstance(model, (str, Path)):
+            refuse_missing(str(model), "a model file")
             refuse_legacy(str(model))
             return keras.saving.load_model(model, own)
         if model is None and found.model:

@@ -79,8 +79,10 @@ def initial_value(
     value = constants.get(str(kind))
     if value is None:
         named = f"its initializer {plain_text(kind, 60)!r} is not evaluated for a file"
+        if str(kind) in constants:
+            named = f"its initializer {kind!r} has no single finite value"
         raise NotRepaired(f"{named}: load the model and repair that")
-    if name == "bias" and settings.get("unit_forget_bias"):
+    if name == "bias" and settings.get("unit_forget_bias") and shape:
         return with_unit_forget_bias(np.broadcast_to(value, shape))
     return value
 

@@ -48,10 +48,10 @@ def load_model(path: str) -> Any:
 def refuse_legacy(path: str) -> None:
     """Raise a `FileFormatError` for a legacy `.h5` file, which Keras knows by its extension: it may
     contain code, and Keras 3.6, for one, runs that in safe mode, too."""
-    head = b""
-    if os.path.isfile(path):
-        with readable(path), open(path, "rb") as file:
-            head = file.read(len(SIGNATURE))
+    if not os.path.isfile(path):
+        return
+    with readable(path), open(path, "rb") as file:
+        head = file.read(len(SIGNATURE))
     if head == SIGNATURE or path.endswith((".h5", ".hdf5")):
         received = f"{plain_text(path)}, a legacy file, which may contain code"
         remedy = "If you trust it, load it with Keras, and save it as .keras."

@@ -55,6 +55,7 @@ class Repair:
         replace: replaces the values of an array, in its dtype.
         unbacked: bytes that the arrays repaired so far declare and the file does not store.
         paths: how many arrays of the model have each path.
+        locations: how many of them have each location, the same as the path in a live model.
     """
 
     options: RepairOptions
@@ -63,11 +64,13 @@ class Repair:
     replace: Callable[[ModelArray, NDArray[Any]], None]
     unbacked: int = 0
     paths: Counter[str] = field(default_factory=Counter)
+    locations: Counter[str] = field(default_factory=Counter)
 
     def changes(self, contents: Contents, report: ScanReport) -> list[Change]:
         """Repair the arrays that are bad in a report of the same contents, and return the change of
         each. If a slot is reset, so are all of its optimizer but step count and learning rate."""
         self.paths = Counter(array.who.path for array in contents.arrays)
+        self.locations = Counter(array.location for array in contents.arrays)
         pairs = zip(report.variables, contents.arrays, strict=True)
         chosen = [
             (entry.bad, array)
@@ -128,7 +131,8 @@ class Repair:
         has its path, if no other array has it."""
         path = array.who.path
         good = self.good.get(array.location)
-        if good is not None and good.who.path == path:
+        is_one = self.locations[array.location] == 1
+        if is_one and good is not None and good.who.path == path:
             return good
         if self.paths[path] > 1:
             raise NotRepaired("several variables have this path: which one to take is not known")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -104,7 +104,12 @@ def perform(
     lowers = any(action["action"] == "lower_lr" for action in decision.actions)
     rates = _rates(run) if lowers else {}
     context = ActionContext(run, incident, report, replays, rates, restart)
-    results = [_attempt(context, action) for action in decision.actions]
+    results: list[tuple[Outcome, Done | None]] = []
+    for action in decision.actions:
+        outcome, one = _attempt(context, action)
+        results.append((outcome, one))
+        if one is not None and one.restored is not None:
+            context = replace(context, has_restored=True)
     done = [one for _, one in results if one is not None]
     last = next((one for one in reversed(done) if one.restored is not None), Done(""))
     written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
@@ -146,6 +151,8 @@ def _rates(run: Run) -> dict[int, float]:
 
 def _roll_back(context: ActionContext, p: Parameters) -> Done:
     run = context.run
+    if context.has_restored:
+        raise NotDoneError("an earlier action has restored a state")
     wanted = context.before_onset() if p["before_onset"] else context.newest(p["depth"])
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
@@ -349,6 +356,8 @@ def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
 def _last_good(context: ActionContext) -> Done:
     """Restore the last good state at the end, unless the model has it."""
     run, diverged = context.run, context.incident.diverged
+    if context.has_restored:
+        return Done("the model keeps the state that was restored")
     good, wanted = context.last_good()
     if good:
         return Done("the model still has the last good state")

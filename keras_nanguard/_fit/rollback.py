@@ -49,6 +49,7 @@ class ActionContext:
             unless an action lowers it.
         restart: the change that helps a run that is proven to have diverged, `None` for another
             incident.
+        has_restored: whether an earlier action of the decision has restored a snapshot.
     """
 
     run: Run
@@ -57,6 +58,7 @@ class ActionContext:
     replays: int
     rates_before: Mapping[int, float]
     restart: Restart | None
+    has_restored: bool = False
 
     # Which snapshot
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -181,8 +182,7 @@ class Session:
             verdict = self.incidents.postponed(verdict)
             return self.after(verdict, state_is_current=state_is_current)
         if counts.step >= run.next_due and (state_is_current or not healthy):
-            while self._settled(self._run_due):
-                pass
+            self._run_due()
         return healthy
 
     def _settled(self, act: Callable[[], Any]) -> Any:
@@ -294,16 +294,29 @@ class Session:
 
     # Between two steps
 
-    def _run_due(self) -> bool:
-        """Run the tasks that are due, until one leads to a rollback; return whether one does."""
+    def _run_due(self) -> None:
+        """Run the tasks that are due, each once. If one leads to a rollback, the undone steps run
+        again before the next task.
+        """
         run, again = self.run, self.incidents.again
-        before = again.rollbacks
         for name, task in TASKS.items():
-            if run.step >= run.due.get(name, inf) and not run.stopped:
-                coming = task(self.tasks)
-                if again.rollbacks > before:
-                    return True  # the rollback has planned the tasks
-                run.plan(name, coming)
+            if run.step < run.due.get(name, inf) or run.stopped:
+                continue
+            before = again.rollbacks
+            if self._settled(partial(self._run_task, name, task)):
+                if before:
+                    return  # the state is that of an earlier step
+                self.tasks.plan_again(name)
+
+    def _run_task(self, name: str, task: Callable[[Tasks], float]) -> bool:
+        """Run a task and plan it again, unless it has led to a rollback, which has planned all of
+        them; return whether it has.
+        """
+        before = self.incidents.again.rollbacks
+        coming = task(self.tasks)
+        if self.incidents.again.rollbacks > before:
+            return True
+        self.run.plan(name, coming)
         return False
 
     # Outside of the steps

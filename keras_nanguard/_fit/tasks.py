@@ -78,6 +78,13 @@ class Tasks:
             self._changed = None
         return divergence.next_look(run.step)
 
+    def plan_again(self, name: str) -> None:
+        """Plan a task that has led to a rollback, once the undone steps have run again."""
+        if name == "checks":
+            self.run.plan(name, self.monitors.next_look(self.run.step))
+        elif name == "divergence":
+            self.run.plan(name, self.look_for_divergence())
+
     def promote(self) -> float:
         """Mark the snapshots that have proven good."""
         return self.run.step + self.run.ring.promote(self.run.counts.good)

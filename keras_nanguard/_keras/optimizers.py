@@ -173,6 +173,11 @@ def scheduled_rate(optimizer: Any, iteration: int) -> float:
     return float(keras_variables.read_tensor(given_rate(inner(optimizer))(step)))
 
 
+def is_about_unknown_variable(error: BaseException) -> bool:
+    """Whether an optimizer has refused a variable for which it was not built."""
+    return str(error).startswith("Unknown variable")
+
+
 def accumulation_steps(optimizer: Any) -> int:
     """Return the number of steps over which an optimizer accumulates gradients, 1 by default."""
     return int(getattr(inner(optimizer), "gradient_accumulation_steps", None) or 1)

@@ -147,6 +147,26 @@ def test_layers_of_one_name_are_told_apart_by_their_location(tmp_path):
         np.testing.assert_array_equal(file["second/vars/0"], [2.0, 2.0])
 
 
+def test_layers_of_one_name_in_a_model_and_not_in_its_source(keras):
+    """Which of them the layer of the source is cannot be known, so neither is repaired from it."""
+
+    class Two(keras.Model):
+        def __init__(self, second):
+            super().__init__(name="two")
+            self.a, self.b = (keras.layers.Dense(2, use_bias=False, name=name) for name in ("proj", second))
+
+        def call(self, x):
+            return self.b(self.a(x))
+
+    bad, good = Two("proj"), Two("other")
+    for model in (bad, good):
+        model(np.ones((1, 2)))
+        model.a.kernel.assign(np.ones((2, 2)))
+    bad.b.kernel.assign(np.full((2, 2), np.nan))
+    (change,) = repair(bad, source=good).changes
+    assert change.status == "skipped" and "several variables have this path" in change.detail
+
+
 @pytest.mark.parametrize("kinds", ["model model", "model file", "file model", "file file"])
 def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
     """From another model, or between a model and a file, no value gets to the wrong layer."""

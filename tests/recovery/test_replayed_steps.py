@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, NonFiniteError
 from keras_nanguard.testing import corrupt, inject
 
 
@@ -145,3 +145,33 @@ def test_a_rollback_within_a_replay_leaves_no_snapshot_of_another_step():
     assert [i.changes[0] for i in guard.incidents] == ["rollback"] * 2 and ran[:11] == [*range(11, 22)]
     assert {step for step, _, _ in kept} == {0, 11, 23}, "step 21 is left out, so the task waits for the next one"
     assert all(good == done for _, good, done in kept)
+
+
+def test_a_limit_that_the_restored_state_breaks():
+    """The check comes again at its intervals, not at once until the budget of the action ends the run."""
+    policy = {"escalation": ["rollback"], "action_budget": 50, "limits": [{"site": "weights", "max_abs": 0.5}]}
+    guard = NanGuard(policy, verbose=0, diagnose=False)
+    zoo.run(zoo.plain, zoo.regression(batches=30), guard=guard, epochs=1)
+    assert not guard.stopped and guard.session.run.counts.step == 30
+    assert [incident.step for incident in guard.incidents].count(0) <= 2
+
+
+@pytest.mark.parametrize("end", ["stop", "raise_error"])
+def test_two_actions_that_restore_a_state(end):
+    """The second one keeps the state of the first one, and replays nothing."""
+    policy = {"escalation": [[{"rollback": {"replay_steps": False}}, end]]}
+    guard = NanGuard(policy, verbose=0, diagnose=False)
+    model = zoo.plain(dropout=False)
+    try:
+        with inject(model, site="gradients", kind="nan", step=5):
+            zoo.fit(model, zoo.regression(batches=8), guard)
+    except NonFiniteError:
+        assert end == "raise_error"
+    (incident,) = guard.incidents
+    rollback, ending = incident.outcomes
+    assert "5 committed steps undone" in rollback.detail and "keeps the state that was restored" in ending.detail
+    assert int(model.optimizer.iterations.numpy()) == 0 and guard.session.run.counts.refused == 1
+
+
+def test_a_guard_that_has_seen_no_step_counts_none():
+    assert NanGuard(verbose=0).summary().startswith("NanGuard: 0 steps, 0 skipped")

@@ -19,6 +19,7 @@ from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._backends.tensorflow.trace import Retrace
+from keras_nanguard._core.errors import expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
@@ -89,12 +90,16 @@ class ModelAttachment(_Traced, attach.Attachment):
     modes: Mode
     """How Keras runs the step that was built last."""
 
+    _freezes = False
+    """Whether weights that no optimizer trains are frozen in a trace."""
+
     END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
     LOGS_RESTORED = True
 
     def _build(self) -> None:
         self.modes = mode = self._running_mode()
         self.can_run_again = mode.host_takes
+        self._freezes |= self._stock
         kept = self._take_kept()
         transaction = self._created(mode) if kept is None else kept[0]
         self._overrides.set(self.model, "train_step", transaction)  # which Keras reads
@@ -152,8 +157,14 @@ class ModelAttachment(_Traced, attach.Attachment):
 
         def as_traced(data: Any) -> Any:
             optimizers = keras_optimizers.find_optimizers(model)
-            with keras_compiled.as_built(model, optimizers, freezes=self._stock):
-                return body(data)
+            try:
+                with keras_compiled.as_built(model, optimizers, self._freezes):
+                    return body(data)
+            except ValueError as error:
+                if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
+                    raise
+                self._freezes = True  # the step trains all weights that are not frozen
+                raise Retrace(self.transaction.learned) from None
 
         return as_traced
 
@@ -306,11 +317,32 @@ class LoopStep(_Traced, attach.LoopStep):
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
         if self.signature is not None:
-            bound = inspect.signature(self.function.python_function).bind(*args, **kwargs)
-            specs = tuple(self.signature)
-            args = keras.tree.map_structure_up_to(specs, _as_given, specs, bound.args)
-            kwargs = bound.kwargs
+            args, kwargs = self._cast(tuple(self.signature), args, kwargs), {}
         return self._completed(lambda: self.compiled(args, kwargs), held((args, kwargs)))
+
+    def _cast(
+        self, specs: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the arguments for a signature as TensorFlow passes them on. An argument without a
+        spec must have its default value, which is part of the function.
+
+        Raises:
+            TypeError: if it has another one, or arguments are missing.
+        """
+        signature = inspect.signature(self.function.python_function)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        parameters = list(signature.parameters.values())
+        for parameter in parameters[len(specs) :]:
+            given = bound.arguments.get(parameter.name)
+            if parameter.default is parameter.empty or given is parameter.default:
+                continue
+            received = f"{parameter.name}={given!r}"
+            what = f"{parameter.name}={parameter.default!r}, which the input_signature leaves out"
+            raise TypeError(expected(what, received, "Add it to the input_signature."))
+        return tuple(
+            keras.tree.map_structure_up_to(specs, _as_given, specs, bound.args[: len(specs)])
+        )
 
 
 def _as_given(spec: Any, value: Any) -> Any:

@@ -528,3 +528,56 @@ def test_arguments_are_cast_to_the_signature_of_a_function(caplog):
     assert set(traces) == {tf.float32}, "in the replays of the diagnosis as well"
     assert [incident.step for incident in guard.incidents] == [3]
     assert not caplog.records, "TensorFlow has no advice about the code of the guard"
+
+
+def test_weights_that_are_unfrozen_without_compiling_in_a_custom_step():
+    """They stay as they are, as without a guard: the optimizer was not built for them."""
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        back = layers.Dense(4, kernel_regularizer="l2")
+        model = Own(inputs, layers.Dense(1)(back(inputs)))
+        back.trainable = False
+        model.compile("adam", "mse", jit_compile=False)
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        back.trainable = True
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return model.get_weights()
+
+    for one, other in zip(trained([NanGuard(verbose=0)]), trained([])):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_arguments_that_a_signature_leaves_out():
+    model, optimizer = keras.Sequential([keras.Input((6,)), layers.Dense(1)]), keras.optimizers.SGD(0.01)
+    specs = [tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1))]
+
+    def core(x, y, factor=1.0):
+        with tf.GradientTape() as tape:
+            loss = factor * tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function(input_signature=specs)
+    def by_default(x, y, flag=True, *, other=None):
+        return core(x, y) if flag else 0.0
+
+    @tf.function(input_signature=[*specs, tf.TensorSpec(())])
+    def of_signature(x, y, factor=2.0):
+        return core(x, y, factor)
+
+    guard = NanGuard(verbose=0)
+    with guard.watch(model, optimizer):
+        step, scaled = guard.step(by_default), guard.step(of_signature)
+        for args, kwargs in (((X, Y), {}), ((X, Y, True), {}), ((X,), {"y": Y, "flag": True, "other": None})):
+            step(*args, **kwargs)
+        scaled(X, Y)
+        scaled(X, Y, factor=1)
+        with pytest.raises(TypeError, match=r"Expected flag=True, which the input_signature leaves out. Received: flag=False"):
+            step(X, Y, flag=False)
+    assert int(optimizer.iterations.numpy()) == 5
