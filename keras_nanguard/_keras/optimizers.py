@@ -175,7 +175,7 @@ def scheduled_rate(optimizer: Any, iteration: int) -> float:
 
 def is_about_unknown_variable(error: BaseException) -> bool:
     """Whether an optimizer has refused a variable for which it was not built."""
-    return str(error).startswith("Unknown variable")
+    return "Unknown variable" in str(error)
 
 
 def accumulation_steps(optimizer: Any) -> int:

@@ -26,6 +26,7 @@ from keras_nanguard._keras import (
     fitting as keras_fitting,
     layers as keras_layers,
     optimizers as keras_optimizers,
+    variables as keras_variables,
 )
 
 
@@ -157,16 +158,20 @@ class ModelAttachment(_Traced, attach.Attachment):
 
         def as_traced(data: Any) -> Any:
             optimizers = keras_optimizers.find_optimizers(model)
-            try:
-                with keras_compiled.as_built(model, optimizers, self._freezes):
-                    return body(data)
-            except ValueError as error:
-                if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
-                    raise
-                self._freezes = True  # the step trains all weights that are not frozen
-                raise Retrace(self.transaction.learned) from None
+            with keras_compiled.as_built(model, optimizers, self._freezes):
+                return body(data)
 
         return as_traced
+
+    def _traced(self, call: Callable[[], Any]) -> Any:
+        try:
+            return super()._traced(call)
+        except ValueError as error:
+            if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
+                raise
+        self._freezes = True  # a custom step trains all weights that are not frozen
+        self._build()
+        return super()._traced(call)
 
     def _build_optimizer(self) -> None:
         """Build the optimizer first: `tf.function` traces a step that builds it twice."""
@@ -235,12 +240,12 @@ class OneStepFunction:
     then use, and looks up the trace once per iterator.
 
     Args:
-        step: the train step, `step(data) -> outputs`.
+        step: the transaction of the train step.
         model: the model, if the step is Keras' own.
     """
 
-    def __init__(self, step: Callable[[Any], Any], eager: bool, model: Any):
-        self._eager, self._model = eager, model
+    def __init__(self, step: Transaction, eager: bool, model: Any):
+        self._step, self._eager, self._model = step, eager, model
         self._function: Any = step
         if not eager:
             written = tf.autograph.experimental.do_not_convert(step)
@@ -255,7 +260,7 @@ class OneStepFunction:
         if self._iterator() is not iterator:
             spec = keras.tree.map_structure(_present, iterator.element_spec)
             if self._model is not None:
-                _build_metrics(self._model, spec)
+                self._build_metrics(self._model, spec)
             self._trace = self._function.get_concrete_function(spec)
             self._iterator = weakref.ref(iterator)
         return self._trace(data)
@@ -264,18 +269,22 @@ class OneStepFunction:
         """Run the step on an earlier batch."""
         return (self._trace or self._function)(data)
 
-
-def _build_metrics(model: Any, spec: Any) -> None:
-    """Build the metrics of a model with one output for batches like this, as `_build_optimizer`
-    builds the optimizer. Those of several outputs are built in the step, which is traced twice
-    then, as without a guard.
-    """
-    output = keras_layers.symbolic_outputs(model)
-    targets = keras.utils.unpack_x_y_sample_weight(spec)[1]
-    known = isinstance(targets, tf.TensorSpec) and targets.shape.rank is not None
-    if known and isinstance(output, keras.KerasTensor):
+    def _build_metrics(self, model: Any, spec: Any) -> None:
+        """Build the metrics of a model with one output for batches like this, as `_build_optimizer`
+        builds the optimizer. Those of several outputs are built in the step, which is traced twice
+        then, as without a guard.
+        """
+        output = keras_layers.symbolic_outputs(model)
+        targets = keras.utils.unpack_x_y_sample_weight(spec)[1]
+        known = isinstance(targets, tf.TensorSpec) and targets.shape.rank is not None
+        if not (known and isinstance(output, keras.KerasTensor)):
+            return
+        before = set(map(id, model.metrics_variables))
         symbolic = keras.KerasTensor(targets.shape, targets.dtype.name)
         keras_compiled.build_metrics(model, symbolic, output)
+        for variable in model.metrics_variables:
+            if id(variable) not in before:
+                self._step.run.note_created(variable.value, keras_variables.read(variable))
 
 
 def _taken(iterator: Any) -> Any:
