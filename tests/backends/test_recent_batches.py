@@ -263,6 +263,7 @@ class Endless:
         raise TypeError("The dataset is infinite.")
 
 
+@pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX takes the state of the model")
 def test_a_step_of_an_object_that_has_endless_data():
     model, guard, (x, y) = network(run_eagerly=True), NanGuard(verbose=0), data(BATCH)
     trainer = types.SimpleNamespace(data=Endless(), scale=np.ones(4, "float32"))
