@@ -55,14 +55,13 @@ class Performer(NamedTuple):
 
     Attributes:
         perform: performs it; returns what was done, or raises `NotDoneError`.
-        writes: which weights, statistics and slots it writes: `"nothing"`; a whole `"snapshot"`; or
-            `"parts"`. An action that ends training writes `"nothing"`, because no step follows.
+        writes_parts: whether it writes some weights, statistics or slots: not a whole snapshot.
         ends: how it ends training, also if it could not restore a state: `""` not at all, `"stop"`
             after this step, `"raise"` by a `NonFiniteError`.
     """
 
     perform: Callable[[ActionContext, Parameters], Done]
-    writes: Literal["nothing", "snapshot", "parts"]
+    writes_parts: bool = False
     ends: Literal["", "stop", "raise"] = ""
 
 
@@ -71,7 +70,7 @@ class Response:
     """What the actions of a decision have done.
 
     Attributes:
-        restored: the snapshot that was restored last, if any.
+        restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
         ends: how training ends, as in `Performer`; empty if it continues.
         state_replaced: whether an action has written the state, also at the end of training.
@@ -104,21 +103,20 @@ def perform(
     lowers = any(action["action"] == "lower_lr" for action in decision.actions)
     rates = _rates(run) if lowers else {}
     context = ActionContext(run, incident, report, replays, rates, restart)
-    results: list[tuple[Outcome, Done | None]] = []
+    outcomes: list[Outcome] = []
+    back = Done("")
     for action in decision.actions:
-        outcome, one = _attempt(context, action)
-        results.append((outcome, one))
-        if one is not None and one.restored is not None:
-            context = replace(context, has_restored=True)
-    done = [one for _, one in results if one is not None]
-    last = next((one for one in reversed(done) if one.restored is not None), Done(""))
-    written = {PERFORMERS[o.action].writes for o, _ in results if o.status == "done"}
+        outcome, done = _attempt(context, action)
+        outcomes.append(outcome)
+        if done is not None and done.restored is not None:
+            back, context = done, replace(context, has_restored=True)
+    wrote = any(PERFORMERS[o.action].writes_parts for o in outcomes if o.status == "done")
     return Response(
-        outcomes=tuple(outcome for outcome, _ in results),
-        restored=last.restored,
-        rerun=last.rerun,
-        ends={PERFORMERS[outcome.action].ends for outcome, _ in results} - {""},
-        state_replaced=last.restored is not None or "parts" in written,
+        outcomes=tuple(outcomes),
+        restored=back.restored,
+        rerun=back.rerun,
+        ends={PERFORMERS[outcome.action].ends for outcome in outcomes} - {""},
+        state_replaced=back.restored is not None or wrote,
     )
 
 
@@ -134,7 +132,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
         return Outcome(name, "skipped", str(reason)), None
     except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if performer.writes == "parts":
+    if performer.writes_parts:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
@@ -410,24 +408,20 @@ def _call(context: ActionContext, p: Parameters) -> Done:
 
 
 PERFORMERS: dict[str, Performer] = {
-    "skip": Performer(
-        lambda context, p: Done("the step was skipped; the state did not change"), "nothing"
-    ),
-    "rollback": Performer(_roll_back, "snapshot"),
-    "lower_lr": Performer(_lower_lr, "nothing"),
-    "clip": Performer(_clip, "nothing"),
-    "fix_loss_scale": Performer(_fix_loss_scale, "nothing"),
-    "repair": Performer(_repair, "parts"),
-    "reset_batchnorm": Performer(_reset_batchnorm, "parts"),
-    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, "parts"),
-    "reset_slots": Performer(_reset_slots, "parts"),
-    "warn": Performer(lambda context, p: Done(str(p.get("message", ""))), "nothing"),
-    "stop": Performer(
-        lambda context, p: _ended(context, p, "training stops"), "nothing", ends="stop"
-    ),
+    "skip": Performer(lambda context, p: Done("the step was skipped; the state did not change")),
+    "rollback": Performer(_roll_back),
+    "lower_lr": Performer(_lower_lr),
+    "clip": Performer(_clip),
+    "fix_loss_scale": Performer(_fix_loss_scale),
+    "repair": Performer(_repair, writes_parts=True),
+    "reset_batchnorm": Performer(_reset_batchnorm, writes_parts=True),
+    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, writes_parts=True),
+    "reset_slots": Performer(_reset_slots, writes_parts=True),
+    "warn": Performer(lambda context, p: Done(str(p.get("message", "")))),
+    "stop": Performer(lambda context, p: _ended(context, p, "training stops"), ends="stop"),
     "raise_error": Performer(
-        lambda context, p: _ended(context, p, "NonFiniteError is raised"), "nothing", ends="raise"
+        lambda context, p: _ended(context, p, "NonFiniteError is raised"), ends="raise"
     ),
-    "call": Performer(_call, "nothing"),
+    "call": Performer(_call),
 }
 """Each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""
