@@ -160,14 +160,23 @@ def _argument(action: argparse.Action) -> str:
     return f"| {', '.join(names)} | {(action.help or '').replace('|', chr(92) + '|')} |"
 
 
-PAGES = {"policy_fields.md": policy_fields, "command_line.md": command_line}
+def schema() -> str:
+    """Return the JSON schema of policy files."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+WRITTEN = {
+    FOLDER / "policy_fields.md": policy_fields,
+    FOLDER / "command_line.md": command_line,
+    SCHEMA: schema,
+}
+"""What makes the text of each file."""
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, make in PAGES.items():
-        (FOLDER / name).write_text(make(), encoding="utf-8")
-    SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+    for path, make in WRITTEN.items():
+        path.write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":
