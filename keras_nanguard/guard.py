@@ -25,8 +25,9 @@ from keras_nanguard._fit import arguments, loop
 from keras_nanguard._fit.attached import Attached
 from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.resume import Resumed, find
-from keras_nanguard._fit.run import Run, checked
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.session import Session
+from keras_nanguard._fit.state_check import checked
 from keras_nanguard._keras.fitting import current_callback_list, evaluates, model_of, outside
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections

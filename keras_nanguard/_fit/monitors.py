@@ -18,8 +18,9 @@ from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.batchnorm import trained
-from keras_nanguard._fit.run import HUGE, Run, beyond, checked
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.state_check import HUGE, beyond, checked
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     layers as keras_layers,

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from math import inf, isfinite
+from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,113 +14,21 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
-from keras_nanguard._core import finiteness, memory
+from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.literals import Site
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.log import RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
+from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, RecentBatches
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-    variables as keras_variables,
-)
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recorder import Recorder
-
-# Findings in the state
-
-HUGE = 1e30
-"""Magnitude above which a value counts as overflowed, unless the policy has another limit."""
-
-
-def checked(train_state: TrainState) -> Iterator[tuple[Site, Any]]:
-    """Yield each checked variable of the state after its site."""
-    groups: dict[Site, Any] = {
-        "weights": train_state.trainable,
-        "statistics": train_state.statistics,
-        "slots": train_state.slots,
-    }
-    for own, variables in groups.items():
-        for variable in variables:
-            yield own, variable
-
-
-def beyond(limit: float, site: Site, variable: Any) -> Iterator[Finding]:
-    """Yield a finding of `site` if the magnitude of a finite variable is above a limit."""
-    value = keras_variables.view(variable)
-    largest = finiteness.largest(value)
-    if largest > limit:
-        yield Finding(site, "out_of_range", variable.path, 0, 0, int(value.size), largest)
-
-
-def bad_scales(train_state: TrainState) -> Iterator[Finding]:
-    """Yield a finding for each loss scale that is NaN or infinite."""
-    for scale, _ in train_state.scales:
-        value = float(keras_variables.read(scale))
-        if not isfinite(value):
-            yield Finding("loss_scale", "collapse", str(scale.path), value=value)
-
-
-class StateCheck:
-    """Finds the bad variables of a train state, without those that are not finite on purpose.
-
-    Attributes:
-        tolerated: the `id` of each variable that may be infinite, because it was at first.
-        nan_markers: the `id` of each of those that may be NaN as well.
-    """
-
-    def __init__(self, policy: Policy):
-        self._policy = policy
-        self.tolerated, self.nan_markers = frozenset[int](), frozenset[int]()
-
-    def follow(self, earlier: StateCheck) -> None:
-        """Tolerate what was tolerated in an earlier fit of the same model."""
-        self.tolerated, self.nan_markers = earlier.tolerated, earlier.nan_markers
-
-    def tolerate(self, train_state: TrainState, model: Any) -> list[Any]:
-        """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
-        fit; return all of them.
-        """
-        constants = train_state.constants
-        bad = [v for v in constants if not keras_variables.is_finite(v)]
-        nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
-        self.nan_markers |= nan & keras_layers.states_of_own_layers(model) if nan else set()
-        self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
-        return [v for v in constants if id(v) in self.tolerated]
-
-    def scan(self, train_state: TrainState, before: bool = False) -> list[Finding]:
-        """Return a finding for each variable with NaN or Inf.
-
-        Args:
-            before: whether to report all findings as present before a step, at the site `"state"`,
-                and to include finite values so large that sums over them overflow. If not, each
-                finding is reported under its own site.
-        """
-        findings = []
-        # A step may leave any square of finite gradients there.
-        squares = {id(v) for v in keras_optimizers.second_moments(train_state.optimizers)}
-        for own, variable in checked(train_state):
-            nan, infs, size = finiteness.counts(keras_variables.view(variable))
-            place: Site = "state" if before else own
-            bad_nan = nan and id(variable) not in self.nan_markers
-            if bad_nan or (infs and id(variable) not in self.tolerated):
-                findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
-            elif before and not (nan or infs):
-                own_limit = self._policy.max_abs(variable.path, own) if self._policy.limits else 0.0
-                limit = own_limit or (inf if id(variable) in squares else HUGE)
-                if own != "statistics" or keras_variables.is_statistic(variable):
-                    findings += beyond(limit, place, variable)
-        return findings
-
-
-# The run
 
 
 class Run:
@@ -199,7 +107,7 @@ class Run:
 
     @property
     def tolerated(self) -> frozenset[int]:
-        """The `id` of each variable that may be infinite."""
+        """The `id` of each variable that may have Inf, or NaN as well, on purpose."""
         return self.state_check.tolerated
 
     @property

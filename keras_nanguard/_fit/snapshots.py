@@ -146,7 +146,7 @@ class Ring:
 
         Args:
             about: the snapshot without its values. It is `verified` if it counts so immediately.
-            tolerated: the `id` of each variable that may be infinite.
+            tolerated: the `id` of each variable that may have Inf, or NaN as well, on purpose.
 
         Returns:
             What prevents it: a copy does not fit into memory, or the state is not finite.
