@@ -456,7 +456,7 @@ class NanGuard(keras.callbacks.Callback):
         return ShownRun(self.incidents, self.recording, self.directory)
 
     def _counted(self) -> Totals:
-        """Return the numbers of steps of all fits so far, for benchmarks."""
+        """Return the numbers of steps of all fits so far."""
         totals = self._run.totals
         return totals if totals.steps is not None else totals._replace(steps=0)
 

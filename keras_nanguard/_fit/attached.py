@@ -143,7 +143,7 @@ class Attached:
                 self._tell_of_metrics(logs)
             else:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
-            if run.failed:
+            if run.logs_worst_metrics:
                 session.logs.fail(logs)
             self._add_own(logs)
         yield

@@ -109,7 +109,7 @@ class Divergence:
         except StateLostError:
             raise
         except Exception as error:  # noqa: BLE001  training does not need the trials
-            self._probation, self.enabled = None, False
+            self.disable()
             run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
             return None
 
@@ -132,10 +132,12 @@ class Divergence:
         self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
         return None
 
-    def acted(self, run: Run, done: bool) -> None:
+    def disable(self) -> None:
+        """Do not check again."""
+        self._probation, self.enabled = None, False
+
+    def acted(self, run: Run) -> None:
         """Begin the probation of the action, if one was done."""
-        if not done:
-            self._probation, self.enabled = None, False
         if self._probation is not None:
             _write(run, self._probation.settings)
         self._schedule.restart()

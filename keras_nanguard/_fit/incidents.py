@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from keras_nanguard._backends.shared import batches
-from keras_nanguard._core import finiteness
-from keras_nanguard._core.data import argument_path, named
 from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
     Decision,
@@ -18,22 +15,21 @@ from keras_nanguard._core.incident import (
     NonFiniteError,
     Outcome,
 )
-from keras_nanguard._core.literals import SITES, Site
+from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._fit.action_context import LowerRateRestart
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.overflow import is_ordinary
 from keras_nanguard._fit.perform import Response, perform
 from keras_nanguard._fit.poles import Poles, Unusable
-from keras_nanguard._fit.rollback import Again, Restart
+from keras_nanguard._fit.refusals import Refusals, findings_in_batch
+from keras_nanguard._fit.rollback import ReplayQueue
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.trial import tried
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
-    variables as keras_variables,
 )
-from keras_nanguard._policy.decide import decide, is_of_data
+from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
@@ -41,20 +37,6 @@ if TYPE_CHECKING:
 
 UPDATED = frozenset({"state", "weights", "slots"})
 """Sites that an update writes."""
-
-
-def _in_batch(report: Report | None, model: Any) -> list[Finding]:
-    """Return findings for inputs and targets of a step by the user's names: `x`, `x/age`, `y`."""
-    if report is None or report.batch is None:
-        return []
-    findings, names = [], keras_layers.input_names(model)
-    for part in batches.parts(report.batch):
-        nan, inf, size = finiteness.counts(keras_variables.dense(part.value))
-        if nan or inf:
-            site: Site = "inputs" if part.role == "inputs" else "targets"
-            place = named(argument_path(part.path), names)
-            findings.append(Finding(site, "nonfinite", place, nan, inf, size))
-    return findings
 
 
 def incident_of(
@@ -77,54 +59,22 @@ def _continued(outcomes: tuple[Outcome, ...], words: str) -> tuple[Outcome, ...]
     return tuple(told if o is main else o for o in outcomes)
 
 
-Refusal = Literal["left_by_previous", "overflow", "incident"]
-"""Why a step was refused: for the state that the step before has left; for an ordinary overflow
-under dynamic loss scaling; for anything else.
-"""
+class Handled(NamedTuple):
+    """An incident that was handled.
 
+    Attributes:
+        replays: whether a rollback has undone the last steps, and they are to run again.
+    """
 
-class AfterRefusal:
-    """What a refused step changes for the next one: random numbers, or the batches to replay."""
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._unexplained: int | None = None  # the last step refused with a finite batch
-        # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
-        # as long as they are the same, the state is still bad, for any batch.
-        self._diverged: tuple[int, int] | None = None
-
-    def prepare(self, incident: Incident, step: int, args: Any, state: tuple[int, int]) -> None:
-        """Prepare for the next step after the incident of a refused one: without the random numbers
-        or the batch that are to blame.
-
-        Args:
-            args: its arguments, `None` if they are gone.
-            state: the numbers of committed steps and rollbacks before the incident.
-        """
-        run, back = self._run, "rollback" in incident.changes
-        if not is_of_data(incident) or incident.bad_at_start:
-            again = step - 1 == self._unexplained
-            # A rollback has advanced the random generators, or restored them to replay steps.
-            if not back and (again or self._is_bad_by_noise(args)):
-                run.advance_generators()  # else the next step draws the same noise once more
-            self._unexplained = step
-        if incident.diverged:
-            self._diverged = state
-        elif not back and (is_of_data(incident) or self._diverged != state):
-            run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
-
-    def _is_bad_by_noise(self, args: Any) -> bool:
-        """Whether the random numbers of a refused step made it bad."""
-        if args is None or not keras_variables.seeds(self._run.train_state().other):
-            return False
-        return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
+    incident: Incident
+    replays: bool
 
 
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
-    A rollback leaves the steps that it has undone to `again`: `Session` runs them again. Until then
-    its incident waits, and those of the steps that run again wait for it.
+    A rollback leaves the steps that it has undone to `replays`: `Session` runs them again. Until
+    then its incident waits, and those of the steps that run again wait for it.
 
     All methods raise `NonFiniteError` if the policy requires it. The incident is reported before
     that, or waits for steps that run again.
@@ -134,7 +84,8 @@ class Incidents:
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
-        again: the steps that are to run again.
+        replays: the steps that are to run again.
+        refusals: why steps were refused.
     """
 
     def __init__(
@@ -146,37 +97,41 @@ class Incidents:
     ):
         self._run, self._announce, self._explain = run, announce, explain
         self._bad_rows, self._poles = bad_rows, Poles(run)
-        self.again, self._next = Again(run, self._poles), AfterRefusal(run)
+        self.replays, self.refusals = ReplayQueue(run, self._poles), Refusals(run)
         self._waiting: list[Incident] = []
         self._unusable: Unusable = {}  # the poles that the first of these is about
-        # The last bad steps that matter for the next one.
-        self._postponed: int | None = None  # has left NaN in the state of this process alone
-        self._observed: int | None = None  # was bad under a policy that refuses nothing
+        self._observed: int | None = None  # the last bad step of a policy that refuses nothing
 
     # Detect
 
-    def refused(self, verdict: Verdict, report: Report | None) -> None:
-        """Count a refused step, and raise its incident unless it is an ordinary overflow."""
+    def refused(self, verdict: Verdict, report: Report | None) -> bool:
+        """Count a refused step, and raise its incident unless it is an ordinary overflow.
+
+        Returns:
+            Whether steps are to run again, this one among them.
+        """
         run, step = self._run, self._run.step
         run.counts.refuse()
-        refusal = self._classify(verdict, report)
+        refusal = self.refusals.classify(verdict, report)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            self.handle(self._incident(run.scan(), step - 1, self._verdict_before(verdict)))
-            self.again.leave_out(step)
-            return
+            left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
+            handled = self.handle(left)
+            self.replays.leave_out(step)
+            return handled.replays
         run.recent.push(step, run.access.transaction.given, refused=True)
         if refusal == "overflow":
             run.counts.overflow()
-            return
+            return False
         args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
-        findings = self._findings(verdict, report)
+        findings = self.refusals.findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
-        incident = self.handle(detected, report)
-        if not (self.again.rollbacks and run.stopped):  # else no further batch follows
-            self._next.prepare(incident, step, args, state)
+        handled = self.handle(detected, report)
+        if not (self.replays.rollbacks and run.stopped):  # else no further batch follows
+            self.refusals.prepare_next(handled.incident, step, args, state)
+        return handled.replays
 
     def _verdict_before(self, verdict: Verdict) -> Verdict:
         """Return the verdict of the step before one that was refused for the state that it left."""
@@ -184,60 +139,30 @@ class Incidents:
             return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
         return verdict
 
-    def _classify(self, verdict: Verdict, report: Report | None) -> Refusal:
-        """Count the overflows in a row; return why a step was refused, in any of the processes."""
-        run = self._run
-        by_previous = report is not None and report.left_by_previous
-        by_previous |= self._postponed == run.step - 1
-        overflows = bool(run.train_state().scales) and verdict.only_gradients
-        streak = run.counts.continue_streak(overflows)
-        ordinary = overflows and not _in_batch(report, run.model)
-        ordinary = ordinary and is_ordinary(run, streak, verdict.scale)
-        by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
-        if by_previous:
-            return "left_by_previous"
-        return "incident" if incident else "overflow"
-
-    def _findings(self, verdict: Verdict, report: Report | None) -> list[Finding]:
-        """Return the findings of a refused step: in its batch, its state and its loss scale."""
-        run, scaling = self._run, self._run.policy.loss_scale
-        of_batch, of_state = _in_batch(report, run.model), run.scan(before=True)
-        if of_batch:  # then finite numbers of the state explain nothing, however large they are
-            of_state = [finding for finding in of_state if finding.kind == "nonfinite"]
-        findings = [*of_batch, *of_state, *(report or Report(verdict, (), ())).findings()]
-        scaled = verdict.scale != 1.0  # it is 1 without a loss scale
-        if scaled and scaling.is_too_high(verdict.scale, run.history.scale):
-            findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
-        return findings
-
-    def committed_bad_state(self, verdict: Verdict) -> bool:
-        """Handle a step after which a sum over the state is bad; return whether an entry is."""
-        run, findings = self._run, self._run.scan()
-        if findings:
-            run.recording.step(verdict)
-            report = Report(verdict, (), (), run.last_arguments())
-            self.handle(self._incident(findings, run.step, verdict, report), report)
-        return bool(findings)
-
-    def postponed(self, verdict: Verdict) -> Verdict:
-        """Return a verdict as all other processes have it: this one alone has NaN in its state.
-
-        It acts once the others see it, too.
+    def committed_bad_state(self, verdict: Verdict) -> Handled | None:
+        """Raise the incident of a step after which a sum over the state is bad, and return it;
+        `None` if no entry is bad.
         """
-        self._postponed = self._run.step
-        return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
+        run, findings = self._run, self._run.scan()
+        if not findings:
+            return None
+        run.recording.step(verdict)
+        report = Report(verdict, (), (), run.last_arguments())
+        return self.handle(self._incident(findings, run.step, verdict, report), report)
 
-    def observed(self, verdict: Verdict, report: Report | None) -> None:
-        """Report a bad step of a policy that refuses nothing, once until the next finite step."""
+    def observed(self, verdict: Verdict, report: Report | None) -> bool:
+        """Report a bad step of a policy that refuses nothing, once until the next finite step;
+        return whether steps are to run again.
+        """
         run = self._run
         run.recording.step(verdict)
         before, self._observed = self._observed, run.step
         if run.step - 1 == before:
-            return
+            return False
         reported = report.findings() if report else ()
-        findings = [*_in_batch(report, run.model), *reported, *run.scan()]
+        findings = [*findings_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
-        self.handle(self._incident(findings, run.step, verdict, report), report)
+        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
@@ -274,9 +199,12 @@ class Incidents:
     # Explain, decide, perform, report
 
     def handle(
-        self, detected: Incident, report: Report | None = None, restart: Restart | None = None
-    ) -> Incident:
-        """Explain an incident, decide, act, report it, and return it.
+        self,
+        detected: Incident,
+        report: Report | None = None,
+        restart: LowerRateRestart | None = None,
+    ) -> Handled:
+        """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
@@ -284,12 +212,12 @@ class Incidents:
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
         incident = self._decided(explained, report)
-        response = perform(self._run, incident, report, self.again.rollbacks, restart)
+        response = perform(self._run, incident, report, self.replays.rollbacks, restart)
         incident = self._apply(response, incident, poles)
         self._publish(incident)
         if "raise" in response.ends:
             raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return incident
+        return Handled(incident, response.rerun is not None)
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
@@ -380,18 +308,18 @@ class Incidents:
         if response.state_replaced:
             run.count_replacement()
         if response.restored is not None:
-            self.again.go_back(response.restored, response.rerun)
+            self.replays.go_back(response.restored, response.rerun)
         if response.rerun is None:
             outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
             run.plan_changes()
             run.save_changes()
-        elif self.again.rollbacks == 1:
+        elif self.replays.rollbacks == 1:
             self._unusable = poles
         return incident.with_(outcomes=outcomes)
 
     def _publish(self, incident: Incident) -> None:
         """Announce an incident, once the steps that are to run again have done so."""
-        if self.again.rollbacks:
+        if self.replays.rollbacks:
             self._waiting.append(incident)
         else:
             self._announce(incident)
@@ -403,7 +331,7 @@ class Incidents:
         Args:
             completed: whether no exception has ended them.
         """
-        self.again.end(completed)
+        self.replays.end(completed)
         waiting, self._waiting = self._waiting, []
         if completed:
             self._run.save_changes()

@@ -1,6 +1,6 @@
 """Which overflows of float16 gradients dynamic loss scaling handles alone, by lowering the scale.
 
-They are no incidents. Whether a step is finite at another loss scale shows a trial.
+They are no incidents. A trial shows whether a step is finite at another loss scale.
 """
 
 from __future__ import annotations

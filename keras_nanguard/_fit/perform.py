@@ -15,9 +15,11 @@ from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._core.verdict import Report
+from keras_nanguard._fit.action_context import ActionContext, LowerRateRestart
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
+from keras_nanguard._fit.choose_snapshot import before_onset, last_good
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import ActionContext, Restart
+from keras_nanguard._fit.rollback import plan_replay, restore
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
@@ -88,7 +90,7 @@ def perform(
     incident: Incident,
     report: Report | None,
     replays: int,
-    restart: Restart | None = None,
+    restart: LowerRateRestart | None = None,
 ) -> Response:
     """Perform every action of the incident's decision.
 
@@ -102,6 +104,7 @@ def perform(
     assert decision is not None
     lowers = any(action["action"] == "lower_lr" for action in decision.actions)
     rates = _rates(run) if lowers else {}
+    run.ring.promote(run.counts.good)
     context = ActionContext(run, incident, report, replays, rates, restart)
     outcomes: list[Outcome] = []
     back = Done("")
@@ -151,12 +154,12 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     run = context.run
     if context.has_restored:
         raise NotDoneError("an earlier action has restored a state")
-    wanted = context.before_onset() if p["before_onset"] else context.newest(p["depth"])
+    wanted = before_onset(context) if p["before_onset"] else run.ring.newest(p["depth"])
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
-    rerun = context.since(snapshot) if p["replay_steps"] else None
-    undone = context.restore(snapshot, rerun, reseed=rerun is None)
+    rerun = plan_replay(context, snapshot) if p["replay_steps"] else None
+    undone = restore(context, snapshot, rerun, reseed=rerun is None)
     skip = int(p["skip_batches"])
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
@@ -279,7 +282,7 @@ def _repair(context: ActionContext, p: Parameters) -> Done:
 def _source(context: ActionContext, source: str, variables: list[Any]) -> dict[int, Any]:
     """Return values for variables by `id`, `None` for a variable without one in the source."""
     if source == "last_good":
-        snapshot = context.newest()
+        snapshot = context.run.ring.newest()
         return {id(v): snapshot.value(v) for v in variables} if snapshot is not None else {}
     if source == "initializer":
         first = {id(v): keras_layers.initial_value(context.run.model, v) for v in variables}
@@ -347,24 +350,25 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
 def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
-    done = _last_good(context) if restores else Done("no state is restored")
+    done = _restore_last_good(context) if restores else Done("no state is restored")
     return done._replace(text="; ".join([how, done.text, *_rates_left(context.run, restores)]))
 
 
-def _last_good(context: ActionContext) -> Done:
+def _restore_last_good(context: ActionContext) -> Done:
     """Restore the last good state at the end, unless the model has it."""
     run, diverged = context.run, context.incident.diverged
     if context.has_restored:
         return Done("the model keeps the state that was restored")
-    good, wanted = context.last_good()
+    good, wanted = last_good(context)
     if good:
         return Done("the model still has the last good state")
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return Done("there is no good state to restore")
-    state, rerun = f"the state {snapshot.moment}", None if diverged else context.since(snapshot)
+    state = f"the state {snapshot.moment}"
+    rerun = None if diverged else plan_replay(context, snapshot)
     try:
-        context.restore(snapshot, rerun)
+        restore(context, snapshot, rerun)
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same

@@ -34,8 +34,8 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
+from keras_nanguard._fit.action_context import LowerRateRestart
 from keras_nanguard._fit.incidents import incident_of
-from keras_nanguard._fit.rollback import Restart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -84,7 +84,7 @@ class Lost:
     """
 
     incident: Incident
-    restart: Restart
+    restart: LowerRateRestart
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -315,7 +315,7 @@ class _Trials:
         values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        restart = Restart(step, best.factor)
+        restart = LowerRateRestart(step, best.factor)
         return Lost(incident, restart, self._trying.present, self._settings, restore_rates)
 
 

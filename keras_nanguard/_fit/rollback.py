@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from keras_nanguard._backends import current, processes
-from keras_nanguard._core.history import WINDOW, level_of
-from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._backends import current
+from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._fit.action_context import ActionContext
+from keras_nanguard._fit.choose_snapshot import known_since
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
-from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import PolicyState
 
@@ -30,173 +26,75 @@ MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
 
-class Restart(NamedTuple):
-    """From where, and with which share of the learning rate, a diverged run trains better: the step
-    of the snapshot, and the factor of the rate.
+def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
+    """Agree with the other processes on the steps since a snapshot that are to be replayed; `None`
+    if not all processes have all of their batches, or if replaying them has led to this incident.
+    A committed step that was bad itself is not among them.
     """
+    run, incident = context.run, context.incident
+    ends = incident.decision is not None and incident.decision.terminal
+    if context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS):
+        return run.agreement.rerun(None)
+    if not run.step and context.report is None:
+        return run.agreement.rerun(None)  # no step has run
+    bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
+    if run.access.can_run_again and not incident.refused and (ends or bad):
+        run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
+    return run.agreement.rerun(known_since(run, snapshot, incident.step))
 
-    step: int
-    rate_factor: float
 
+def restore(
+    context: ActionContext, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False
+) -> int:
+    """Write a snapshot into the model, and record that; return how many committed steps this has
+    undone. `ReplayQueue.go_back` follows once all actions are done.
 
-@dataclass(frozen=True, slots=True)
-class ActionContext:
-    """What the actions of one decision have in common.
+    Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
 
-    Attributes:
-        replays: number of rollbacks since the first of the running replays began; 0 outside.
-        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
-            unless an action lowers it.
-        restart: the change that helps a run that is proven to have diverged, `None` for another
-            incident.
-        has_restored: whether an earlier action of the decision has restored a snapshot.
+    Args:
+        rerun: the steps to replay afterwards. If given, loss scales and the generator are restored
+            as well.
+        reseed: whether the random generators advance, by another amount after each rollback.
+
+    Raises:
+        StateLostError: if neither the snapshot nor the previous state could be written completely.
+        Exception: if the snapshot could not be written; the model has the previous state.
     """
-
-    run: Run
-    incident: Incident
-    report: Report | None
-    replays: int
-    rates_before: Mapping[int, float]
-    restart: Restart | None
-    has_restored: bool = False
-
-    # Which snapshot
-
-    def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot."""
-        self.run.ring.promote(self.run.counts.good)
-        return self.run.ring.newest(depth)
-
-    def before_onset(self) -> Snapshot | None:
-        """Return the newest snapshot from before the onset, or an older one if the last restored
-        one brought no progress; see `Ring.before_onset`. Of a proven divergence it is that of the
-        proof.
-        """
-        run, restored = self.run, self.run.counts.restored
-        run.ring.promote(run.counts.good)
-        if self.restart is not None:
-            onset = self.restart.step
-        else:
-            found = self.incident.onset
-            onset = self.incident.step if found is None else int(found)
-            if restored is not None and not self._improved(restored):
-                onset = min(onset, max(restored - 1, 0))
-        first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
-        return run.ring.before_onset(onset, first, lambda s: self._known_since(s) is not None)
-
-    def last_good(self) -> tuple[bool, Snapshot | None]:
-        """Return whether the current state is the last good one, and if not, the snapshot to end
-        the run with.
-
-        After a divergence it is, of those from before the onset, the one with the lowest loss on
-        the last batches; the current state is good if its loss is not clearly higher. If that
-        cannot be tested, the snapshot is the one that a rollback would restore.
-        """
-        run, incident = self.run, self.incident
-        untouched = incident.refused and "state" not in incident.sites
-        if not incident.diverged:
-            return (True, None) if untouched else (False, self.newest())
-        wanted = self.before_onset()
-        unknown: tuple[bool, Snapshot | None] = (False, wanted)
-        batches = run.recent.last(WINDOW) if processes.count() == 1 else []
-        if not untouched or wanted is None or not batches:
-            return unknown
-        earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.is_whole()]
-
-        def compared(trying: Trial) -> tuple[bool, Snapshot | None]:
-            settings = trying.settings(trying.trained(trying.present, batches))
-            present = trying.losses(trying.present, batches)
-            losses = {s: trying.losses(trying.state_of(s, settings), batches) for s in earlier}
-            best = min(reversed(earlier), key=lambda s: fmean(losses[s]))
-            if clearly_lower(losses[best], present):
-                return False, best
-            return math.inf not in present, wanted
-
-        return tried(run, compared, unknown)
-
-    def _improved(self, restored: int) -> bool:
-        """Whether the loss after the last rollback, to step `restored`, was lower than ever
-        before.
-        """
-        history = self.run.history
-        before = [loss for step, loss in history.series if step < restored]
-        before += [m.loss for m in history.first(self.run.step)]
-        since = [loss for step, loss in history.series if step >= restored]
-        level = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
-        return level is not None and level.value < min(before, default=math.inf)
-
-    def since(self, snapshot: Snapshot) -> Rerun | None:
-        """Return the steps since a snapshot, to be replayed; `None` if not all processes have all
-        of their batches, or if replaying them has led to this incident.
-        """
-        run, incident = self.run, self.incident
-        ends = incident.decision is not None and incident.decision.terminal
-        if self.replays and (ends or run.stopped or self.replays >= MOST_RERUNS):
-            return run.agreement.rerun(None)
-        if not run.step and self.report is None:
-            return run.agreement.rerun(None)  # no step has run
-        bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
-        if run.access.can_run_again and not incident.refused and (ends or bad):
-            run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
-        return run.agreement.rerun(self._known_since(snapshot))
-
-    def _known_since(self, snapshot: Snapshot) -> Rerun | None:
-        """Return the steps since a snapshot; `None` if not all of their batches are available."""
-        run = self.run
-        if not run.access.can_run_again:
-            return None
-        return run.recent.rerun(snapshot, self.incident.step)
-
-    # Restoring it
-
-    def restore(self, snapshot: Snapshot, rerun: Rerun | None, reseed: bool = False) -> int:
-        """Write a snapshot into the model, and record that; return how many committed steps this
-        has undone. `Again.go_back` follows once all actions are done.
-
-        Nothing else changes before the whole snapshot is written, and nothing at all if that fails.
-
-        Args:
-            rerun: the steps to replay afterwards. If given, loss scales and the generator are
-                restored as well.
-            reseed: whether the random generators advance, by another amount after each rollback.
-
-        Raises:
-            StateLostError: if neither the snapshot nor the previous state could be written
-                completely.
-            Exception: if the snapshot could not be written; the model has the previous state.
-        """
-        self._write(snapshot, replays=rerun is not None, reseed=reseed)
-        run, step, undone = self.run, snapshot.step, self._committed_since(snapshot)
-        run.ring.forget_after(step)
-        batches = enumerate(rerun.batches, step) if rerun is not None else ()
-        again = frozenset(number for number, args in batches if args is not None)
-        data = {"to": step, "undone": undone, "run_again": len(again)}
-        then = f"; {len(again)} steps replayed" if again else ""
-        run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
-        return undone
-
-    def _write(self, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
-        """Write a snapshot, and restore or advance the random generators."""
-        run, train_state = self.run, self.run.train_state()
-        changed: list[tuple[Any, Any]] = []
-        if reseed:
-            times = run.counts.rollbacks + 1
-            changed = keras_variables.moved_seeds(train_state.other, times, snapshot.value)
-        snapshot.write(train_state.kept if replays else train_state.restorable, changed)
-        if replays and snapshot.generator is not None:
-            current.host().set_generator_state(snapshot.generator)
-        elif reseed:
-            current.host().advance_generator()
-
-    def _committed_since(self, snapshot: Snapshot) -> int:
-        """Return how many steps have committed since a snapshot."""
-        findings, refused = self.incident.findings, self.incident.refused
-        bad = any(finding.kind == "nonfinite" for finding in findings)
-        uncounted = not refused and self.report is not None and bad  # committed, but not good
-        return self.run.counts.good - snapshot.good + uncounted
+    run, step, undone = context.run, snapshot.step, _committed_since(context, snapshot)
+    _write(run, snapshot, replays=rerun is not None, reseed=reseed)
+    run.ring.forget_after(step)
+    batches = enumerate(rerun.batches, step) if rerun is not None else ()
+    again = frozenset(number for number, args in batches if args is not None)
+    data = {"to": step, "undone": undone, "run_again": len(again)}
+    then = f"; {len(again)} steps replayed" if again else ""
+    run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
+    return undone
 
 
-class Again:
+def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
+    """Write a snapshot, and restore or advance the random generators."""
+    train_state = run.train_state()
+    changed: list[tuple[Any, Any]] = []
+    if reseed:
+        times = run.counts.rollbacks + 1
+        changed = keras_variables.moved_seeds(train_state.other, times, snapshot.value)
+    snapshot.write(train_state.kept if replays else train_state.restorable, changed)
+    if replays and snapshot.generator is not None:
+        current.host().set_generator_state(snapshot.generator)
+    elif reseed:
+        current.host().advance_generator()
+
+
+def _committed_since(context: ActionContext, snapshot: Snapshot) -> int:
+    """Return how many steps have committed since a snapshot."""
+    incident = context.incident
+    bad = any(finding.kind == "nonfinite" for finding in incident.findings)
+    # A step may have committed, but not count as good.
+    uncounted = not incident.refused and context.report is not None and bad
+    return context.run.counts.good - snapshot.good + uncounted
+
+
+class ReplayQueue:
     """The steps of one run that rollbacks have undone, and that are still to run again.
 
     A rollback moves the time of the run back at once, so state and counts always fit together.
@@ -241,7 +139,7 @@ class Again:
         self.rollbacks += 1
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
-        for task in ("changes", "checks", "proof"):  # they are due again
+        for task in ("changes", "checks", "verify_snapshots"):  # they are due again
             run.plan(task, step + 1)
         run.plan("snapshot", step + every if every else math.inf)
         self._metrics = self._metrics_from(snapshot)

@@ -47,7 +47,7 @@ class Run:
         next_due: the earliest of these.
         began: whether the first step has begun.
         stopped: whether the policy has ended training.
-        failed: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
+        logs_worst_metrics: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
             }`).
         replacements: number of times so far that an action has replaced the state.
         rebuilds: number of changes so far of something that is built into the step.
@@ -85,7 +85,7 @@ class Run:
         self.ring = Ring(kept.keep, kept.good_steps, self.agreement.any_of, self._folder)
         self.due: dict[str, float] = {}
         self.next_due = inf
-        self.began = self.stopped = self.failed = False
+        self.began = self.stopped = self.logs_worst_metrics = False
         self.replacements = self.rebuilds = 0
         self.created: dict[int, Any] | None = {}
         self._said = set[str]()
@@ -130,10 +130,10 @@ class Run:
         own = self.directory if processes.index() == 0 else None
         self.recording.begin(self.model, own, resumed)
 
-    def stop(self, fails: bool) -> None:
-        """End training; `fails`: the epoch is to log the worst metrics."""
+    def stop(self, log_worst_metrics: bool) -> None:
+        """End training; the epoch may have to log the worst metrics."""
         self.stopped = True
-        self.failed |= fails
+        self.logs_worst_metrics |= log_worst_metrics
 
     def count_replacement(self) -> None:
         """Note that an action has replaced the state."""

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
@@ -28,6 +28,9 @@ from keras_nanguard._recording.database import REFUSED
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explain_step import Explainer
+
+
+T = TypeVar("T")
 
 
 class Session:
@@ -177,39 +180,39 @@ class Session:
             self._count_committed(verdict)
             counts.advance()
         elif run.agreement.all_see(verdict):
-            self._settled(lambda: self._judge_execution(verdict))
+            self._then_replay(lambda: self._judge_execution(verdict))
         else:
-            verdict = self.incidents.postponed(verdict)
+            verdict = self.incidents.refusals.postponed(verdict)
             return self.after(verdict, state_is_current=state_is_current)
         if counts.step >= run.next_due and (state_is_current or not healthy):
             self._run_due()
         return healthy
 
-    def _settled(self, act: Callable[[], Any]) -> Any:
+    def _then_replay(self, act: Callable[[], T]) -> T:
         """Call a function that may handle incidents, and return its result. Then run the steps
         again that a rollback has undone.
         """
-        again = self.incidents.again
-        if again.rollbacks:  # in a step that runs again
+        replays = self.incidents.replays
+        if replays.rollbacks:  # in a step that runs again
             return act()
         try:
             result = act()
         except BaseException as error:
-            if again.rollbacks:
-                self._run_again(interrupted=not isinstance(error, NonFiniteError))
+            if replays.rollbacks:
+                self._replay(interrupted=not isinstance(error, NonFiniteError))
             raise
-        if again.rollbacks:
-            self._run_again()
+        if replays.rollbacks:
+            self._replay()
         return result
 
-    def _run_again(self, interrupted: bool = False) -> None:
+    def _replay(self, interrupted: bool = False) -> None:
         """Run the steps again that rollbacks have undone, with all handling after each, unless an
         exception has `interrupted` that. Each of them may lead to another rollback.
         """
-        again, completed = self.incidents.again, False
+        replays, completed = self.incidents.replays, False
         try:
-            while again.goes_on and not interrupted:
-                verdict = again.step()
+            while replays.goes_on and not interrupted:
+                verdict = replays.step()
                 if verdict is not None:
                     self.after(verdict)
             completed = not interrupted
@@ -220,20 +223,19 @@ class Session:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
         after which other processes have news.
         """
-        run, before = self.run, self.incidents.again.rollbacks
+        run = self.run
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
         if run.access.transaction.counted:
             self._judge_many(verdict)
-        else:
-            bad = verdict.refused or not verdict.finite
-            reports = run.access.transaction.take_reports() if bad else ()
-            self._judge(verdict, reports[-1] if reports else None)
-            if self.incidents.again.rollbacks > before:
-                return  # the step runs again
-            run.counts.advance()
-            if run.agreement.news:
-                self.incidents.handle(incident_of(run, run.agreement.pick_up()))
+            return
+        bad = verdict.refused or not verdict.finite
+        reports = run.access.transaction.take_reports() if bad else ()
+        if self._judge(verdict, reports[-1] if reports else None):
+            return  # the step runs again
+        run.counts.advance()
+        if run.agreement.news:
+            self.incidents.handle(incident_of(run, run.agreement.pick_up()))
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution or raise their incidents, given its last verdict."""
@@ -258,20 +260,24 @@ class Session:
         if now is not transaction:  # compiled again before all steps were counted
             now.recount(end)
 
-    def _judge(self, verdict: Verdict, report: Report | None) -> None:
-        """Count a step or raise its incident."""
-        run = self.run
+    def _judge(self, verdict: Verdict, report: Report | None) -> bool:
+        """Count a step or raise its incident; return whether steps are to run again, this one
+        among them.
+        """
+        run, incidents = self.run, self.incidents
         run.counts.judge(verdict.refused)
         if verdict.refused:
-            self.incidents.refused(verdict, report)
-        elif verdict.finite:
+            return incidents.refused(verdict, report)
+        if verdict.finite:
             self._count_committed(verdict)
-        elif not run.refuses:
-            self.incidents.observed(verdict, report)
-        else:
-            if not self.incidents.committed_bad_state(verdict):
-                self._count_committed(verdict)
-            run.access.transaction.resume()
+            return False
+        if not run.refuses:
+            return incidents.observed(verdict, report)
+        handled = incidents.committed_bad_state(verdict)
+        if handled is None:
+            self._count_committed(verdict)
+        run.access.transaction.resume()
+        return handled is not None and handled.replays
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""
@@ -298,26 +304,18 @@ class Session:
         """Run the tasks that are due, each once. If one leads to a rollback, the undone steps run
         again before the next task.
         """
-        run, again = self.run, self.incidents.again
+        run = self.run
         for name, task in TASKS.items():
             if run.step < run.due.get(name, inf) or run.stopped:
                 continue
-            before = again.rollbacks
-            if self._settled(partial(self._run_task, name, task)):
-                if before:
-                    return  # the state is that of an earlier step
-                self.tasks.plan_again(name)
-
-    def _run_task(self, name: str, task: Callable[[Tasks], float]) -> bool:
-        """Run a task and plan it again, unless it has led to a rollback, which has planned all of
-        them; return whether it has.
-        """
-        before = self.incidents.again.rollbacks
-        coming = task(self.tasks)
-        if self.incidents.again.rollbacks > before:
-            return True
-        self.run.plan(name, coming)
-        return False
+            runs_again = self.incidents.replays.rollbacks > 0
+            coming = self._then_replay(partial(task, self.tasks))
+            if coming is not None:
+                run.plan(name, coming)
+            elif runs_again:
+                return  # the state is that of an earlier step
+            else:
+                self.tasks.after_replays(name)
 
     # Outside of the steps
 
@@ -349,7 +347,7 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self._settled(lambda: self.incidents.handle(incident))
+                self._then_replay(lambda: self.incidents.handle(incident))
             else:
                 self.incidents.report(incident)
 

@@ -53,8 +53,8 @@ class StateCheck:
     """Finds the bad variables of a train state, without those that are not finite on purpose.
 
     Attributes:
-        tolerated: the `id` of each variable that may have Inf, because it had at first; those that may
-            have NaN as well are among them.
+        tolerated: the `id` of each variable that may have Inf, because it had at first; those that
+            may have NaN as well are among them.
         nan_markers: the `id` of each variable that may have NaN.
     """
 

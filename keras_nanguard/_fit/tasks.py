@@ -1,4 +1,6 @@
-"""The tasks between two steps. Each returns the step at which it is due again."""
+"""The tasks between two steps. Each returns the step at which it is due again; `None` if it has led
+to a rollback, and the last steps run again.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,6 @@ class Tasks:
         self.run, self.incidents = run, incidents
         self.monitors = Monitors()
         self.divergence = Divergence(bool(run.policy.divergence.action))
-        # Whether the last proof has led to a change, until the steps after it have run again.
-        self._changed: bool | None = None
         run.plan("checks", self.monitors.next_look(0))
         run.plan("divergence", self.divergence.next_look(0))
         run.plan("snapshot", run.policy.snapshot.every or inf)
@@ -53,7 +53,7 @@ class Tasks:
         run.recording.factor()
         return run.step + left
 
-    def check(self) -> float:
+    def check(self) -> float | None:
         """Check for finite faults."""
         run, low_scale = self.run, needs_low_scale(self.run)
         with run.access.variables_readable():
@@ -61,45 +61,56 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings:
-            self.incidents.handle(incident_of(run, findings))
+        if findings and self.incidents.handle(incident_of(run, findings)).replays:
+            return None
         return self.monitors.next_look(run.step)
 
-    def look_for_divergence(self) -> float:
+    def look_for_divergence(self) -> float | None:
         """Check whether the run is lost."""
         run, divergence = self.run, self.divergence
-        if self.incidents.again.rollbacks:
+        if self.incidents.replays.rollbacks:
             return run.due["divergence"]  # once the steps have run again
-        lost = divergence.look(run) if self._changed is None else None
-        if lost is not None:
-            incident = self.incidents.handle(lost.incident, restart=lost.restart)
-            self._changed = any(ACTIONS[name].changes for name in incident.changes)
-        if self._changed is not None and not self.incidents.again.rollbacks:
-            divergence.acted(run, self._changed)
-            self._changed = None
-        return divergence.next_look(run.step)
+        lost = divergence.look(run)
+        if lost is None:
+            return divergence.next_look(run.step)
+        incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
+        if not any(ACTIONS[name].changes for name in incident.changes):
+            divergence.disable()
+        return None if replays else self._after_action()
 
-    def plan_again(self, name: str) -> None:
+    def _after_action(self) -> float:
+        """Continue to check after the action for a divergence."""
+        self.divergence.acted(self.run)
+        return self.divergence.next_look(self.run.step)
+
+    def after_replays(self, name: str) -> None:
         """Plan a task that has led to a rollback, once the undone steps have run again."""
         if name == "checks":
             self.run.plan(name, self.monitors.next_look(self.run.step))
         elif name == "divergence":
-            self.run.plan(name, self.look_for_divergence())
+            self.run.plan(name, self._after_action())
 
-    def promote(self) -> float:
-        """Mark the snapshots that have proven good."""
+    def verify_snapshots(self) -> float:
+        """Mark the snapshots after which enough steps were good."""
         return self.run.step + self.run.ring.promote(self.run.counts.good)
 
-    def snapshot_due(self) -> float:
+    def snapshot_due(self) -> float | None:
         """Take a snapshot at an interval."""
         run, step = self.run, self.run.step
-        if self.take_snapshot():
+        taken = self.take_snapshot()
+        if taken is None:
+            return None
+        if taken:
             run.recording.event("snapshot")
-        run.plan("proof", self.promote())
+        run.plan("verify_snapshots", self.verify_snapshots())
         return step + run.policy.snapshot.every
 
-    def take_snapshot(self) -> bool:
-        """Copy the state, or raise an incident if it is not finite; return whether it is copied."""
+    def take_snapshot(self) -> bool | None:
+        """Copy the state, or raise an incident if it is not finite.
+
+        Returns:
+            Whether the state is copied; `None` if the last steps are to run again.
+        """
         run, counts = self.run, self.run.counts
         first = not counts.step
         with run.access.variables_readable():
@@ -117,18 +128,20 @@ class Tasks:
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
-            incident = self.incidents.handle(incident_of(run, bad))
+            incident, replays = self.incidents.handle(incident_of(run, bad))
+            if replays:
+                return None
             if first and "fix_loss_scale" in incident.changes:
                 return self.take_snapshot()
         return not obstacle
 
 
-TASKS: dict[str, Callable[[Tasks], float]] = {
+TASKS: dict[str, Callable[[Tasks], float | None]] = {
     "changes": Tasks.continue_changes,
     "rate": Tasks.read_rate,
     "checks": Tasks.check,
     "divergence": Tasks.look_for_divergence,
-    "proof": Tasks.promote,
+    "verify_snapshots": Tasks.verify_snapshots,
     "snapshot": Tasks.snapshot_due,
 }
 """The tasks in their order."""

@@ -15,7 +15,7 @@ from keras_nanguard._core.history import History
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.rates import Rate
 from keras_nanguard._fit.recovery import Recovery
-from keras_nanguard._fit.rollback import Again
+from keras_nanguard._fit.rollback import ReplayQueue
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Counts, Rerun
@@ -329,19 +329,19 @@ def replayed(stops_at):
         counts.advance()
         run.stopped = run.stopped or len(ran) == stops_at
 
-    again = Again(run, Poles(run))
-    incidents = SimpleNamespace(again=again, end_replays=again.end)
+    replays = ReplayQueue(run, Poles(run))
+    incidents = SimpleNamespace(replays=replays, end_replays=replays.end)
     counts.advance(4)  # the last one is not yet counted
-    again.go_back(Snapshot(0, 0, (0, 0)), Rerun(tuple("abcde"), frozenset()))
-    Session._run_again(SimpleNamespace(incidents=incidents, after=after))
-    return again, counts, ran
+    replays.go_back(Snapshot(0, 0, (0, 0)), Rerun(tuple("abcde"), frozenset()))
+    Session._replay(SimpleNamespace(incidents=incidents, after=after))
+    return replays, counts, ran
 
 
 @pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
 def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
     """The state that the policy restores when it stops is not trained further."""
-    again, counts, found = replayed(stops_at)
-    assert found == list(ran) and again.rollbacks == 0 and counts.step == 5
+    replays, counts, found = replayed(stops_at)
+    assert found == list(ran) and replays.rollbacks == 0 and counts.step == 5
 
 
 class Interrupted(keras.Sequential):

@@ -244,8 +244,10 @@ class Reports:
         args = args if self.with_batches else ()
         leaves = [tf.convert_to_tensor(t) for t in components(args)]
         specs = [None if v is None else tf.type_spec_from_value(v) for v in tf.nest.flatten(args)]
-        self._traced.append((result.counts.places, tf.nest.pack_sequence_as(args, specs)))
-        number = tf.constant(len(self._traced) - 1, tf.int64)
+        traced = (result.counts.places, tf.nest.pack_sequence_as(args, specs))
+        if traced not in self._traced:  # an eager step comes here in every step
+            self._traced.append(traced)
+        number = tf.constant(self._traced.index(traced), tf.int64)
         kinds = tuple(leaf.dtype for leaf in leaves)
         with tf.device("CPU:0"):
             if kinds not in self._queues:

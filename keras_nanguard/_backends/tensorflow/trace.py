@@ -291,7 +291,9 @@ def _of_optimizer(body: Body, optimizer: Any, gradients: Any) -> Any:
 
 
 def look(measured: Measured) -> tuple[Any, Any, Any]:
-    """Return whether all entries are finite, the counts, and the row of `StepResult.replicas`."""
+    """Return whether all entries but those of outputs are finite, the counts of all, and the row of
+    `StepResult.replicas`.
+    """
     args = measured.body.args
     counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
     decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)
