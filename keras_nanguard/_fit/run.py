@@ -47,8 +47,8 @@ class Run:
         next_due: the earliest of these.
         began: whether the first step has begun.
         stopped: whether the policy has ended training.
-        logs_worst_metrics: whether the epoch is to log the worst metrics (`stop = { log_worst_metrics = true
-            }`).
+        logs_worst_metrics: whether the epoch is to log the worst metrics, as an action `stop` has
+            asked for.
         replacements: number of times so far that an action has replaced the state.
         rebuilds: number of changes so far of something that is built into the step.
         created: the first values of the variables that were created while tracing, by `id`; `None`
