@@ -96,11 +96,11 @@ def test_the_commands_of_the_pages_are_targets_of_the_makefile():
 # The paths of a step
 
 
-ENTERED = {"healthy": 8, "refused": 54}
+ENTERED = {"healthy": 8, "refused": 56}
 """Maximum number of files that a step enters on TensorFlow, with all helpers."""
 
 RECORDS = (Verdict, Report, Finding, Incident, Diagnosis, Decision, Outcome)
-HANDED = {"healthy": 4, "refused": 14}
+HANDED = {"healthy": 4, "refused": 15}
 """Maximum number of files with a function that receives or returns one of these records."""
 
 
