@@ -150,9 +150,11 @@ class Run:
             self.plan("changes", self.step + 1)
 
     def last_arguments(self) -> Any:
-        """Return the arguments of the last step as they were given; `None` if they are gone."""
+        """Return the arguments of the last step as they were given; `None` if they are gone, as
+        after `rebuild`.
+        """
         transaction = self.access.transaction
-        return transaction.batch(transaction.given)
+        return None if transaction.given is None else transaction.batch(transaction.given)
 
     def arguments_to_replay(self) -> Any:
         """Return the arguments of the last step, `None` if they are gone or it cannot be

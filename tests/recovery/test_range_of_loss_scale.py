@@ -66,6 +66,21 @@ def test_needlessly_low():
     assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 1024.0
 
 
+def test_a_low_scale_after_a_change_that_is_built_into_the_step():
+    """An action has created the step again, so the arguments of the last step are gone when the
+    scale is checked: whether it overflows at a higher one is unknown, and training continues.
+    """
+    x, y = data(1.0)
+    x[0, 0] = np.nan
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype="mixed_float16")])
+    optimizer = LossScale(keras.optimizers.SGD(0.01), initial_scale=2.0**-10)
+    model.compile(optimizer, "mse")
+    guard = NanGuard(verbose=0, rules=[{"name": "clip", "do": ["clip"]}])
+    model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    assert [incident.changes for incident in guard.incidents] == [("clip",)]
+    assert guard.summary().startswith("NanGuard: 8 steps, 1 skipped, 1 incident.")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_bad_scale_before_training(value, capsys):
     """It is reported and reset before the first step: no step is refused, and a snapshot is kept."""
