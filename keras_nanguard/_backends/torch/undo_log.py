@@ -100,7 +100,7 @@ class UndoLog:
         self.gradients: list[tuple[Any, Any]] | None = None
         # A step that clears them first is to release their memory.
         found = [(p, p.grad) for p in holders if p.grad is not None]
-        self._found = [(p, TensorWeakRef(grad), local(grad)._version) for p, grad in found]
+        self._found = [(p, TensorWeakRef(grad), _version_of(local(grad))) for p, grad in found]
         self.adds_by_hand: bool | None = None
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
@@ -129,7 +129,7 @@ class UndoLog:
         if self.adds_by_hand is not None or not self._found:
             return
         found = [(p, ref(), version) for p, ref, version in self._found]
-        written = {id(g) for _, g, v in found if g is not None and local(g)._version != v}
+        written = {id(g) for _, g, v in found if g is not None and _version_of(local(g)) != v}
         self.adds_by_hand = bool(written)
         if self.gradients is not None:
             self.gradients = [(p, g) for p, g in self.gradients if p.grad is g or id(g) in written]
@@ -146,15 +146,16 @@ class UndoLog:
         return self.gradients
 
     def give_back_gradients(self, holders: Iterable[Any]) -> None:
-        """Restore the gradients that are kept; for all other tensors leave none. A bad sum, which
-        no later step could correct, is dropped.
+        """Restore the gradients that are kept, those of `torch.inference_mode` without their
+        values; for all other tensors leave none. A bad sum, which no later step could correct, is
+        dropped.
         """
         self.note_gradients()
         kept = self.keep_gradients()
         for holder in holders:
             holder.grad = None
         for holder, gradient in kept:
-            if reductions.are_finite([self.kept[id(local(gradient))].value]):
+            if reductions.are_finite([self.before(local(gradient))]):
                 holder.grad = gradient
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
@@ -297,6 +298,12 @@ WRITES = ThreadOverrides(
     _companions,
 )
 """The override through which the undo logs record writes."""
+
+
+def _version_of(tensor: Any) -> int:
+    """Return the number of writes that torch has counted; in `torch.inference_mode` it counts none.
+    """
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def storage(tensor: Any) -> int:

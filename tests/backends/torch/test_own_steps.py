@@ -41,6 +41,33 @@ def scaled(**more):
 # Gradients
 
 
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_gradients_that_are_estimated_in_inference_mode(loss):
+    """A step may find the gradients that the last one has estimated so; torch counts no writes of
+    them. A refused step leaves them.
+    """
+    parameter = torch.nn.Parameter(torch.ones(3))
+    net = torch.nn.ParameterList([parameter])
+    optimizer, guard = torch.optim.SGD([parameter], 0.5), NanGuard(verbose=0)
+    with guard.watch(net, optimizer):
+
+        @guard.step
+        def train(loss):
+            if parameter.grad is None:
+                with torch.inference_mode():
+                    parameter.grad = torch.ones(3)
+            optimizer.step()
+            return loss
+
+        for number in (1.0, loss, 1.0):
+            found = parameter.grad
+            train(torch.tensor(number))
+            assert number == 1.0 or parameter.grad is found
+    refused = sum(incident.refused for incident in guard.incidents)
+    assert refused == (loss != 1.0)
+    np.testing.assert_array_equal(parameter.detach(), [refused * 0.5 - 0.5] * 3)
+
+
 @pytest.mark.parametrize("batches", [(X, BAD, 2 * X, 3 * X), (X, X, X, X, BAD, X, X), (BAD, X, X, X)])
 def test_a_train_step_that_adds_up_gradients_over_several_calls(batches):
     """A refused step does not change the gradients that earlier good steps have accumulated."""
