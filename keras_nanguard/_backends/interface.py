@@ -52,9 +52,7 @@ class Transaction:
     """
 
     run: Run
-
-    body: Callable[..., Any]
-    """The step as the user wrote it, in the form that this backend takes."""
+    """The facts of the run, where `rebind` can be called."""
 
     replayed: Callable[..., Any]
     """The step for replays: a function of its batch that reads and writes the variables, and
@@ -129,7 +127,7 @@ class Transaction:
         raise NotImplementedError
 
     def rebind(self, run: Run) -> None:
-        """Use the transaction for another run on the same model."""
+        """Use the transaction for another run on the same model, where a backend keeps it."""
         self.run, self.reused = run, True
         self.resume()
 

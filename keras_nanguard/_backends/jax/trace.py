@@ -98,6 +98,9 @@ class Computed(NamedTuple):
 class TracedStep(interface.Transaction):
     """The facts about a step that its traces use and do not change."""
 
+    body: Callable[..., Any]
+    """The step as the user wrote it: `body(state, *args) -> (outputs, new_state)`."""
+
     variables: Callable[[], Sequence[Any]]
     """Returns the Keras variable of each array of the flat state, or `None`."""
 

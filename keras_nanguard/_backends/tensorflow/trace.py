@@ -41,6 +41,9 @@ class Retrace(Exception):
 class TracedStep(interface.Transaction):
     """The facts about a step that its traces use and do not change."""
 
+    body: Callable[..., Any]
+    """The step as the user wrote it: `body(*args) -> outputs`."""
+
     refuse: bool
     """Whether bad steps are refused."""
 

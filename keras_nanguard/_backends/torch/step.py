@@ -93,6 +93,7 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
+        facts: what does not change from one step to the next.
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
     """
@@ -111,10 +112,10 @@ class Transaction(interface.Transaction):
         jit: bool = False,
         compiled: Intercept | None = None,
     ):
-        self.body = self.replayed = body
-        self.run, self.stock, self.jit, self.compiled = run, stock, jit, compiled
-        self.model = run.model if of_trainer else None
-        self.losses = losses_in_logs if of_trainer else scalars
+        losses = losses_in_logs if of_trainer else scalars
+        self.facts = Facts(body, run, losses, stock, jit)
+        self.replayed, self.losses, self.jit = body, losses, jit  # for the host
+        self.model, self.compiled = run.model if of_trainer else None, compiled
         self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
@@ -132,9 +133,9 @@ class Transaction(interface.Transaction):
             self.compiled = None
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
-            self.parts = self._facts.read_parts()
+            self.parts = self.facts.read_parts()
         self.given = Given.of(args)
-        begun = Begun.of(self._facts, self.parts, learned, self._intercept())
+        begun = Begun.of(self.facts, self.parts, learned, self._intercept())
         try:
             outputs, self.verdict, self.learned = self._complete(begun, args)
         except BaseException:
@@ -161,16 +162,12 @@ class Transaction(interface.Transaction):
                 return ran.outputs, execution.refuse(begun, judged), learned
         return ran.outputs, *execution.commit(begun, ran, judged, learned)
 
-    @property
-    def _facts(self) -> Facts:
-        return Facts(self.body, self.run, self.losses, self.stock, self.jit)
-
     def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        optimizers = self.parts.train_state.optimizers
-        if not self.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
-        self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
+        facts, optimizers = self.facts, self.parts.train_state.optimizers
+        if not facts.jit or self.learned.is_fresh:
+            return Intercept(self.model, optimizers, roots=not (facts.stock or facts.jit))
+        self.compiled = self.compiled or Intercept(self.model, optimizers, facts.body)
         return self.compiled
 
     def inherit(self, other: interface.Transaction) -> None:
@@ -187,7 +184,7 @@ class Transaction(interface.Transaction):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self._facts.read_parts())
+        return bool(unread) and not are_finite(unread, self.facts.read_parts())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

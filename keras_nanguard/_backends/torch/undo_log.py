@@ -301,8 +301,7 @@ WRITES = ThreadOverrides(
 
 
 def _version_of(tensor: Any) -> int:
-    """Return the number of writes that torch has counted; in `torch.inference_mode` it counts none.
-    """
+    """Return how many writes torch has counted: in `torch.inference_mode` it counts none."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
