@@ -33,6 +33,7 @@ class Judged:
     Attributes:
         any_continues: whether the body of one of all processes may continue after its update.
         verdict: the numbers; means over all processes, if there are several.
+        news: whether any process has findings between two steps that the others do not have.
         own: the numbers of this process alone.
         gradients: those that count for it, each with the path of its weight.
     """
@@ -41,6 +42,7 @@ class Judged:
     ruling: Ruling
     any_continues: bool
     verdict: Verdict
+    news: bool
     own: Verdict
     gradients: Sequence[tuple[str, Any]]
     numbers: Numbers
@@ -64,7 +66,7 @@ def judge(
     begun: Begun, outputs: Any = None, raised: bool = False, has_updated: bool = False
 ) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
-    here. Tells the agreement whether any process has news.
+    here.
 
     Args:
         outputs: what its body has returned, if it has ended.
@@ -78,9 +80,10 @@ def judge(
     if observed.has_trials and numbers.is_state_finite and not math.isfinite(squares):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
     own = numbers.verdict(observed, squares)
-    decided = _ruling(observed, numbers, own), learned.continues is not False, own
+    ruling, continues = _ruling(observed, numbers, own), learned.continues is not False
+    decided = ruling, continues, own, False
     if agreement.count > 1:
-        decided = _agreed(*decided, agreement)
+        decided = _agreed(ruling, continues, own, agreement)
     return Judged(observed.parts, *decided, own, gradients, numbers)
 
 
@@ -100,18 +103,17 @@ def are_finite(unread: Mapping[str, Sequence[Any]], parts: Parts) -> bool:
 
 def _agreed(
     ruling: Ruling, continues: bool, own: Verdict, agreement: Agreement
-) -> tuple[Ruling, bool, Verdict]:
+) -> tuple[Ruling, bool, Verdict, bool]:
     """Return the most careful ruling of all processes, whether the body of one of them may
-    continue, and the means of their verdicts.
+    continue, the means of their verdicts, and whether one of them has news.
     """
     careful = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK]
     flags = [*careful, continues, agreement.has_news]
     sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
     *careful, continues, news = (number > 0 for number in sums[:4])
-    agreement.hear(news)
     means = (number / agreement.count for number in sums[4:])
     agreed = Ruling([*careful, True].index(True))
-    return agreed, continues, Verdict.of((0.0, *means, 0.0, 0.0))
+    return agreed, continues, Verdict.of((0.0, *means, 0.0, 0.0)), news
 
 
 def read_update(

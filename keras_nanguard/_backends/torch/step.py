@@ -154,6 +154,7 @@ class Transaction(interface.Transaction):
         judged = ran.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
+        begun.facts.run.agreement.hear(judged.news)
         learned = learned_from(begun, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
