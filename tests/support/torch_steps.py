@@ -36,16 +36,24 @@ def facts(model, optimizers=None, note_created=lambda tensor, value: None, refus
     )
 
 
+class Step(Transaction):
+    """A transaction that keeps its last verdict."""
+
+    def run_step(self, *args):
+        outputs, self.verdict = super().run_step(*args)
+        return outputs, self.verdict
+
+
 def alone(model, body=None, **more):
     """Return the transaction of a Keras trainer."""
     of = {"of_trainer": True, "stock": body is None, "jit": False, "compiled": None}
-    return Transaction(body or (lambda data: model.train_step(data)), facts(model, **more), **of)
+    return Step(body or (lambda data: model.train_step(data)), facts(model, **more), **of)
 
 
 def in_loop(body, model, optimizers=None, **more):
     """Return the transaction of a hand-written step."""
     of = {"of_trainer": False, "stock": False, "jit": False, "compiled": None}
-    return Transaction(body, facts(model, optimizers, **more), **of)
+    return Step(body, facts(model, optimizers, **more), **of)
 
 
 class DeviceGenerator:

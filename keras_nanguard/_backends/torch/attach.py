@@ -93,17 +93,15 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
         return self._execute(list(args))[1]
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        transaction = self.transaction
-        before = transaction.learned.steps
         with self._guarded_step():
-            logs = self._function(data)
-        if transaction.learned.steps == before:
+            logs, verdict = self.transaction.run_through(lambda: self._function(data))
+        if verdict is None:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
             found = f"Keras {keras.__version__}, which ran a different step"
             raise GuardError(expected("Keras to run the guarded step", found, remedy))
         if logs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
-        return logs, transaction.verdict
+        return logs, verdict
 
 
 class LoopStep(_JudgedLate, attach.LoopStep):
@@ -131,5 +129,4 @@ class LoopStep(_JudgedLate, attach.LoopStep):
         return step.Transaction(lambda args, kwargs: function(*args, **kwargs), self.run, jit=jit)
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        outputs = self.transaction(args, kwargs)
-        return outputs, self.transaction.verdict
+        return self.transaction.run_step(args, kwargs)

@@ -81,7 +81,9 @@ class Given(tuple[Any, ...]):
 
 
 class Transaction(interface.Transaction):
-    """Wraps the body of one train step; calling it runs the body as a transaction.
+    """Wraps the body of one train step; `run_step` runs the body as a transaction.
+
+    Keras calls the transaction in place of the body, see `run_through`.
 
     Args:
         body: the step, `body(*args) -> outputs`.
@@ -100,7 +102,6 @@ class Transaction(interface.Transaction):
 
     learned: Learned
     parts: Parts
-    verdict: Verdict
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class Transaction(interface.Transaction):
         self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
+        self._called: Verdict | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
         self._optimizer = self._current_optimizer
 
@@ -127,6 +129,22 @@ class Transaction(interface.Transaction):
         return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
+        outputs, self._called = self.run_step(*args)
+        return outputs
+
+    def run_through(self, function: Callable[[], Any]) -> tuple[Any, Verdict | None]:
+        """Call a function of Keras that calls the transaction in place of the body. Return its
+        result and the verdict, `None` if it has called another step.
+        """
+        self._called = None
+        result = function()
+        verdict, self._called = self._called, None
+        return result, verdict
+
+    def run_step(self, *args: Any) -> tuple[Any, Verdict]:
+        """Run one step. Return its outputs, `None` if it has raised an exception about a bad
+        number, and its verdict.
+        """
         learned = self.learned
         replaced = self._current_optimizer is not self._optimizer
         if replaced:
@@ -137,17 +155,17 @@ class Transaction(interface.Transaction):
         self.given = Given.of(args)
         begun = Begun.of(self.facts, self.parts, learned, self._intercept())
         try:
-            outputs, self.verdict, self.learned = self._complete(begun, args)
+            outputs, verdict, self.learned = self._complete(begun, args)
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
             begun.release()
-        return outputs
+        return outputs, verdict
 
     def _complete(self, begun: Begun, args: tuple[Any, ...]) -> tuple[Any, Verdict, Learned]:
-        """Run a step; commit or refuse it. Return the outputs, `None` if the body raised an
-        exception about a bad number, the verdict, and what the steps have shown.
+        """Run a step; commit or refuse it. Return what `run_step` does, and what the steps have
+        shown.
         """
         ran = execution.run(begun, args)
         at_end = partial(judge, begun, ran.outputs, ran.raised, bool(ran.updates))
