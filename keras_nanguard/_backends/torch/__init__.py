@@ -8,10 +8,11 @@ In addition to the modules that every backend has:
 | `updates` | the updates of a step |
 | `watch` | what a step writes after its update |
 | `undo_log` | what a refusal restores |
-| `parts` | what the steps of a body have shown, and its train state by role |
+| `state_tensors` | the tensors of a train state by role |
+| `body_history` | what the steps of a body have shown |
 | `begun` | a step that is about to run |
 | `observed` | what a step has done until it is judged, and the numbers that are read of it |
 | `judging` | the verdict on a step |
 | `raised` | exceptions by which torch reports a bad number |
-| `learning` | what a step shows about its body, for later steps |
+| `history_update` | adds what a step shows about its body |
 """

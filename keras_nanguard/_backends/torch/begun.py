@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.parts import Learned, Parts
+from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
 
@@ -40,9 +41,9 @@ class Facts:
         """Whether a step may be updated before its verdict, because it continues."""
         return self.run.refuses and not self.stock
 
-    def read_parts(self) -> Parts:
+    def read_parts(self) -> StateTensors:
         """Read the train state."""
-        return Parts(self.run.read_train_state(), self.run.model)
+        return StateTensors(self.run.read_train_state(), self.run.model)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +57,14 @@ class Begun:
     """
 
     facts: Facts
-    parts: Parts
+    parts: StateTensors
     learned: Learned
     intercept: Intercept
     log: UndoLog
     versions: Mapping[int, tuple[Any, int]]
 
     @classmethod
-    def of(cls, facts: Facts, parts: Parts, learned: Learned, intercept: Intercept) -> Begun:
+    def of(cls, facts: Facts, parts: StateTensors, learned: Learned, intercept: Intercept) -> Begun:
         """Return the step, with copies of what it may write unnoticed."""
         log = _undo_log(facts, parts, learned, intercept.compiled is not None)
         watched = parts.small_state if facts.stock else parts.all
@@ -120,7 +121,7 @@ class Begun:
         return {id(t): (t, t._version) for t in tensors}
 
 
-def _undo_log(facts: Facts, parts: Parts, learned: Learned, is_compiled: bool) -> UndoLog:
+def _undo_log(facts: Facts, parts: StateTensors, learned: Learned, is_compiled: bool) -> UndoLog:
     undoes_updates = facts.may_undo_update
     uncounted = [*parts.unlisted, *learned.uncounted.values()]
     kept = list(learned.untracked.values())

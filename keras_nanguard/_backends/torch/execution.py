@@ -15,6 +15,7 @@ from typing import Any
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.begun import Begun
+from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.judging import (
     Judged,
     Ruling,
@@ -22,7 +23,6 @@ from keras_nanguard._backends.torch.judging import (
     places,
     read_update,
 )
-from keras_nanguard._backends.torch.parts import Learned
 from keras_nanguard._backends.torch.raised import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._backends.torch.updates import Update

@@ -13,7 +13,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.begun import Begun
 from keras_nanguard._backends.torch.observed import Numbers, Observed, norms_by_site
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._core.verdict import Verdict
 
 
@@ -38,7 +38,7 @@ class Judged:
         gradients: those that count for it, each with the path of its weight.
     """
 
-    parts: Parts
+    parts: StateTensors
     ruling: Ruling
     any_continues: bool
     verdict: Verdict
@@ -95,7 +95,7 @@ def _ruling(observed: Observed, numbers: Numbers, own: Verdict) -> Ruling:
     return Ruling.COMMIT if is_late else Ruling.CHECK
 
 
-def are_finite(unread: Mapping[str, Sequence[Any]], parts: Parts) -> bool:
+def are_finite(unread: Mapping[str, Sequence[Any]], parts: StateTensors) -> bool:
     """Whether these norms of the updated state by site are finite."""
     norms = norms_by_site(reductions.read(unread), {site: parts.by_site[site] for site in unread})
     return all(map(math.isfinite, norms.values()))
@@ -117,7 +117,7 @@ def _agreed(
 
 
 def read_update(
-    parts: Parts, verdict: Verdict, agreement: Agreement
+    parts: StateTensors, verdict: Verdict, agreement: Agreement
 ) -> tuple[Verdict, Mapping[str, Sequence[Any]]]:
     """Return the verdict with the norms of the updated state; or unchanged, and these norms by site
     if they are better read with the verdict of the next step: if the host would wait for the device

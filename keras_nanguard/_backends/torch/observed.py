@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.begun import Begun
-from keras_nanguard._backends.torch.parts import Parts
+from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.tensors import local
@@ -29,7 +29,7 @@ class Observed:
         has_trials: whether its updates evaluate the loss themselves, more than once.
     """
 
-    parts: Parts
+    parts: StateTensors
     losses: Sequence[Any]
     gradients: Sequence[tuple[str, Any]]
     statistics: Sequence[Any]
@@ -56,7 +56,7 @@ class Observed:
         )
 
 
-def _gradients(begun: Begun, parts: Parts, raised: bool) -> list[tuple[str, Any]]:
+def _gradients(begun: Begun, parts: StateTensors, raised: bool) -> list[tuple[str, Any]]:
     intercept = begun.intercept
     if intercept.records:
         pairs = [pair for record in intercept.records for pair in record.pairs]
@@ -66,21 +66,21 @@ def _gradients(begun: Begun, parts: Parts, raised: bool) -> list[tuple[str, Any]
     return parts.gradients() if raised or leaves else []
 
 
-def _statistics(log: UndoLog, parts: Parts, tolerated: Container[int]) -> list[Any]:
+def _statistics(log: UndoLog, parts: StateTensors, tolerated: Container[int]) -> list[Any]:
     gradients = {id(local(gradient)) for _, gradient in log.gradients or ()}
     unjudged = gradients | parts.judged_elsewhere
     written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
     return list(filter(reductions.is_inexact, written))
 
 
-def _written_by_hand(log: UndoLog, parts: Parts) -> dict[str, list[Any]]:
+def _written_by_hand(log: UndoLog, parts: StateTensors) -> dict[str, list[Any]]:
     if parts.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
         return {}
     written = set(map(id, log.written))
     return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
 
 
-def _constants(statistics: Iterable[Any], log: UndoLog, parts: Parts) -> frozenset[int]:
+def _constants(statistics: Iterable[Any], log: UndoLog, parts: StateTensors) -> frozenset[int]:
     """Return the `id` of the unwritten buffers among these that are infinite on purpose.
 
     Values that an earlier call has left in a layer may be NaN, too. For a running statistic this

@@ -34,10 +34,11 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.begun import Begun, Facts
+from keras_nanguard._backends.torch.body_history import Learned
+from keras_nanguard._backends.torch.history_update import learned_from
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
-from keras_nanguard._backends.torch.learning import learned_from
-from keras_nanguard._backends.torch.parts import Learned, Parts
+from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._core.verdict import Report, Verdict
 
 REFRESH = 100
@@ -101,7 +102,7 @@ class Transaction(interface.Transaction):
     """
 
     learned: Learned
-    parts: Parts
+    parts: StateTensors
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a step on PyTorch shows about its body, for later steps."""
+"""Adds what a step on PyTorch shows about its body to the history of the body, for later steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.begun import Begun
+from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.execution import Ran
 from keras_nanguard._backends.torch.judging import Judged
-from keras_nanguard._backends.torch.parts import Learned
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.tensors import local
 
