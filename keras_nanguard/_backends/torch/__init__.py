@@ -10,9 +10,9 @@ In addition to the modules that every backend has:
 | `undo_log` | what a refusal restores |
 | `state_tensors` | the tensors of a train state by role |
 | `body_history` | what the steps of a body have shown |
-| `begun` | a step that is about to run |
-| `observed` | what a step has done until it is judged, and the numbers that are read of it |
+| `step_context` | a step that is about to run |
+| `measurements` | what a step has done until it is judged, and the numbers that are read of it |
 | `judging` | the verdict on a step |
-| `raised` | exceptions by which torch reports a bad number |
+| `numeric_errors` | exceptions by which torch reports a bad number |
 | `history_update` | adds what a step shows about its body |
 """

@@ -12,7 +12,7 @@ from keras_nanguard._backends.interface import Session, StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
-from keras_nanguard._backends.torch.raised import is_numeric
+from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict

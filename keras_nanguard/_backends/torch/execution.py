@@ -14,7 +14,6 @@ from typing import Any
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.begun import Begun
 from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.judging import (
     Judged,
@@ -23,7 +22,8 @@ from keras_nanguard._backends.torch.judging import (
     places,
     read_update,
 )
-from keras_nanguard._backends.torch.raised import is_numeric
+from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.undo_log import WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
@@ -47,7 +47,7 @@ class AtUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class BodyResult:
     """A body that has run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ran:
         raised: whether torch has raised about a bad number.
         created: the tensors that its updates have created, each with its first value.
         at_update: what it has done before its first update.
-        after_update: the tensors of `Begun.versions_now` after its last update.
+        after_update: the tensors of `StepContext.versions_now` after its last update.
         continues: whether `Watch` has shown that it continues after an update.
         judged: the verdict, if it was computed in the body.
     """
@@ -76,12 +76,12 @@ class Running:
     Attributes:
         keeps_undo: whether its updates run at once, with the old values kept.
 
-    The other attributes are those of `Ran`.
+    The other attributes are those of `BodyResult`.
     """
 
-    def __init__(self, begun: Begun):
-        self._begun, self.watch = begun, Watch(begun.parts.updated)
-        self.keeps_undo = begun.keeps_undo
+    def __init__(self, context: StepContext):
+        self._context, self.watch = context, Watch(context.parts.updated)
+        self.keeps_undo = context.keeps_undo
         self.updates: list[Update] = []
         self.created: list[tuple[Any, Any]] = []
         self.at_update: AtUpdate | None = None
@@ -91,7 +91,7 @@ class Running:
     @property
     def can_be_undone(self) -> bool:
         """Whether everything that the body has done so far can be undone."""
-        return self._begun.facts.run.refuses and (self.keeps_undo or not self.updates)
+        return self._context.facts.run.refuses and (self.keeps_undo or not self.updates)
 
     def on_update(self, record: Update) -> None:
         """Run an update, unless the verdict refuses it."""
@@ -105,63 +105,63 @@ class Running:
 
     def _keep_gradients(self, record: Update) -> None:
         """Keep what the update uses, and note what the body has done before its first one."""
-        begun, log = self._begun, self._begun.log
+        context, log = self._context, self._context.log
         log.note_gradients()
         if not record.evaluates:
             log.keep_gradients()
-        if not (self.updates or begun.facts.stock):
-            losses = begun.intercept.noted
-            self.at_update = AtUpdate(losses, begun.written(), begun.written_uncounted())
+        if not (self.updates or context.facts.stock):
+            losses = context.intercept.noted
+            self.at_update = AtUpdate(losses, context.written(), context.written_uncounted())
 
     def _judge(self, record: Update) -> None:
         """Compute the verdict before the first update that must wait for it."""
-        facts = self._begun.facts
+        facts = self._context.facts
         if self.judged is not None:
             return
         self.keeps_undo = self.keeps_undo or (record.evaluates and facts.may_undo_update)
         if facts.run.refuses and not self.keeps_undo:
-            self.judged = judge(self._begun, has_updated=bool(self.updates))
+            self.judged = judge(self._context, has_updated=bool(self.updates))
             self.keeps_undo = self.judged.ruling is Ruling.CHECK
 
     def _update(self, record: Update) -> None:
-        begun = self._begun
+        context = self._context
         if self.keeps_undo:
-            begun.log.keep_updated(record.optimizer, record.state())
+            context.log.keep_updated(record.optimizer, record.state())
         if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
             self.watch.begin()
         self.updates.append(record)
         with self.watch.during(record):
             self.created.extend(record.run())
-        if not (begun.facts.stock or begun.learned.continues):
-            self.after_update = begun.versions_now()
+        if not (context.facts.stock or context.learned.continues):
+            self.after_update = context.versions_now()
 
     def around_backward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward pass, which may add to the gradients that it finds."""
-        self._begun.log.note_gradients()
-        self._begun.log.keep_gradients()
+        self._context.log.note_gradients()
+        self._context.log.keep_gradients()
         return self.watch.around_backward()
 
     def release(self) -> None:
         """Release the tensors, which an exception in an update would keep."""
         self.updates, self.judged = [], None
 
-    def ended(self, outputs: Any, raised: bool) -> Ran:
+    def ended(self, outputs: Any, raised: bool) -> BodyResult:
         """Return the body after its end."""
         seen = self.at_update, self.after_update, self.watch.continues
-        return Ran(outputs, raised, self.updates, self.created, *seen, self.judged)
+        return BodyResult(outputs, raised, self.updates, self.created, *seen, self.judged)
 
 
-def run(begun: Begun, args: Sequence[Any]) -> Ran:
+def run(context: StepContext, args: Sequence[Any]) -> BodyResult:
     """Run the body of a step. Its updates run, unless the verdict in the body refuses them.
 
     An exception that is not about a bad number is raised again. Before, the state is restored if it
     can be.
     """
-    facts, log, intercept = begun.facts, begun.log, begun.intercept
-    running = Running(begun)
+    facts, log, intercept = context.facts, context.log, context.intercept
+    running = Running(context)
     try:
         with contextlib.ExitStack() as stack:
-            if not begun.is_compiled:
+            if not context.is_compiled:
                 stack.enter_context(log)
                 if facts.may_undo_update:
                     running.watch.wait(stack)
@@ -181,33 +181,35 @@ def run(begun: Begun, args: Sequence[Any]) -> Ran:
             facts.run.note_created(*pair)
 
 
-def commit(begun: Begun, ran: Ran, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:
+def commit(
+    context: StepContext, result: BodyResult, judged: Judged, learned: Learned
+) -> tuple[Verdict, Learned]:
     """Read the updated state, unless the verdict has, now or with the next step. Return the verdict
     and what the steps have shown.
     """
-    run, parts, verdict = begun.facts.run, judged.parts, judged.verdict
-    for created in ran.created:
+    run, parts, verdict = context.facts.run, judged.measured.parts, judged.verdict
+    for created in result.created:
         run.note_created(*created)
-    if ran.created:
-        learned, parts = replace(learned, stale=True), begun.facts.read_parts()
+    if result.created:
+        learned, parts = replace(learned, stale=True), context.facts.read_parts()
     # The verdict did not see what is written past Keras for the first time.
-    unseen = learned.untracked.keys() - begun.log.kept.keys()
-    unseen |= learned.uncounted.keys() - begun.learned.uncounted.keys()
-    is_unread = judged is ran.judged or bool(ran.created)
-    is_due = bool(begun.intercept.records) and is_unread
+    unseen = learned.untracked.keys() - context.log.kept.keys()
+    unseen |= learned.uncounted.keys() - context.learned.uncounted.keys()
+    is_unread = judged is result.judged or bool(result.created)
+    is_due = bool(context.intercept.records) and is_unread
     if not (run.refuses and (is_due or not parts.updated.isdisjoint(unseen))):
         return verdict, learned
     verdict, unread = read_update(parts, verdict, run.agreement)
     return verdict, replace(learned, unread=unread)
 
 
-def refuse(begun: Begun, judged: Judged) -> Verdict:
+def refuse(context: StepContext, judged: Judged) -> Verdict:
     """Undo a step; update each loss scale that it is about. Return the verdict."""
     verdict = judged.verdict._replace(refused=True)
-    overflowed = _overflowed(begun) if verdict.only_gradients else []
-    known = judged.parts.train_state.optimizers
+    overflowed = _overflowed(context) if verdict.only_gradients else []
+    known = judged.measured.parts.train_state.optimizers
     blamed = [record.optimizer for record in overflowed] if verdict.only_gradients else known
-    begun.log.give_back()
+    context.log.give_back()
     for record in overflowed:
         # The loop begins its next sum, as after an update that Keras skips.
         for _, variable in record.pairs:
@@ -221,23 +223,23 @@ def refuse(begun: Begun, judged: Judged) -> Verdict:
     return verdict
 
 
-def _overflowed(begun: Begun) -> list[Update]:
+def _overflowed(context: StepContext) -> list[Update]:
     """Return the updates with bad gradients by optimizers that scale the loss: those of another one
     keep their sums and their scale. All of them if processes train together.
     """
-    scaled = [r for r in begun.intercept.records if keras_optimizers.scales_of(r.optimizer)]
-    if begun.facts.run.agreement.count > 1:
+    scaled = [r for r in context.intercept.records if keras_optimizers.scales_of(r.optimizer)]
+    if context.facts.run.agreement.count > 1:
         return scaled
     return [r for r in scaled if not reductions.are_finite([g for g, _ in r.pairs])]
 
 
-def report(begun: Begun, judged: Judged, args: Sequence[Any]) -> Report:
+def report(context: StepContext, judged: Judged, args: Sequence[Any]) -> Report:
     """Return the report of a bad step of this process. No argument is copied."""
-    found = places(begun, judged)
+    found = places(context, judged)
     return Report(
-        judged.own._replace(refused=begun.facts.run.refuses),
+        judged.own._replace(refused=context.facts.run.refuses),
         tuple((site, path) for site, path, _ in found),
         reductions.counts([tensor for _, _, tensor in found]),
         tuple(args),
-        left_by_previous=judged.numbers.has_bad_previous,
+        left_by_previous=judged.measured.has_bad_previous,
     )

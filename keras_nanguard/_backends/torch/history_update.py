@@ -7,33 +7,33 @@ from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._backends.torch import reductions
-from keras_nanguard._backends.torch.begun import Begun
 from keras_nanguard._backends.torch.body_history import Learned
-from keras_nanguard._backends.torch.execution import Ran
+from keras_nanguard._backends.torch.execution import BodyResult
 from keras_nanguard._backends.torch.judging import Judged
+from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.tensors import local
 
 
-def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
+def learned_from(context: StepContext, result: BodyResult, judged: Judged) -> Learned:
     """Return what a step that has run, and those before it, have shown."""
-    before, by_hand, uncounted = begun.learned, list[Any](), list[Any]()
-    if ran.at_update is not None:
-        by_hand += ran.at_update.written
-        uncounted += ran.at_update.uncounted
-    by_hand += [*_not_updated(begun.written(), ran.updates), *_assigned(begun)]
-    uncounted += _not_updated(begun.written_uncounted(), ran.updates)
-    continues = _continues(begun, ran)
-    begun.log.note_gradients()
-    adds, known = begun.log.adds_by_hand, begun.learned.adds_by_hand
-    is_one_of_several = begun.facts.run.agreement.count > 1
+    before, by_hand, uncounted = context.learned, list[Any](), list[Any]()
+    if result.at_update is not None:
+        by_hand += result.at_update.written
+        uncounted += result.at_update.uncounted
+    by_hand += [*_not_updated(context.written(), result.updates), *_assigned(context)]
+    uncounted += _not_updated(context.written_uncounted(), result.updates)
+    continues = _continues(context, result)
+    context.log.note_gradients()
+    adds, known = context.log.adds_by_hand, context.learned.adds_by_hand
+    is_one_of_several = context.facts.run.agreement.count > 1
     return replace(
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
-        tolerated=before.tolerated | judged.numbers.constants,
+        tolerated=before.tolerated | judged.measured.constants,
         keeps_undo=judged.any_continues if is_one_of_several else continues is not False,
         steps=before.steps + 1,
-        stale=bool(begun.log.created),
+        stale=bool(context.log.created),
         unread={},
         continues=continues,
         uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
@@ -41,32 +41,32 @@ def learned_from(begun: Begun, ran: Ran, judged: Judged) -> Learned:
     )
 
 
-def _continues(begun: Begun, ran: Ran) -> bool | None:
+def _continues(context: StepContext, result: BodyResult) -> bool | None:
     """Return whether the body continues after its first update, see `Learned`."""
-    before, updates, at_update = begun.learned.continues, ran.updates, ran.at_update
-    if begun.facts.stock:
+    before, updates, at_update = context.learned.continues, result.updates, result.at_update
+    if context.facts.stock:
         return False
     if before or not updates or at_update is None:
         return before
-    has_several = len(begun.parts.train_state.optimizers) > 1 or len(updates) > 1
-    has_late_losses = not begun.intercept.noted or begun.intercept.noted > at_update.losses
-    is_continued = has_several or updates[0].evaluates or has_late_losses or ran.continues
-    return is_continued or _writes_after(begun, ran)
+    has_several = len(context.parts.train_state.optimizers) > 1 or len(updates) > 1
+    has_late_losses = not context.intercept.noted or context.intercept.noted > at_update.losses
+    is_continued = has_several or updates[0].evaluates or has_late_losses or result.continues
+    return is_continued or _writes_after(context, result)
 
 
-def _assigned(begun: Begun) -> list[Any]:
+def _assigned(context: StepContext) -> list[Any]:
     """Return what a step assigns to before it is compiled; a compiled one does not show it."""
-    facts, parts = begun.facts, begun.parts
-    if not facts.jit or begun.is_compiled:
+    facts, parts = context.facts, context.parts
+    if not facts.jit or context.is_compiled:
         return []
     listed = set(map(id, parts.all if facts.stock else parts.small_state))
-    kept = begun.log.kept.items()
+    kept = context.log.kept.items()
     return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
 
-def _writes_after(begun: Begun, ran: Ran) -> bool:
+def _writes_after(context: StepContext, result: BodyResult) -> bool:
     """Whether something that is judged was written after the last update."""
-    parts, log, after = begun.parts, begun.log, ran.after_update
+    parts, log, after = context.parts, context.log, result.after_update
     written = [t for t, version in after.values() if t._version != version]
     written += [entry.tensor for key, entry in log.kept.items() if key not in after]
     if not written:

@@ -11,9 +11,9 @@ from typing import Any
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.begun import Begun
-from keras_nanguard._backends.torch.observed import Numbers, Observed, norms_by_site
+from keras_nanguard._backends.torch.measurements import Measurements, norms_by_site
 from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._core.verdict import Verdict
 
 
@@ -38,32 +38,31 @@ class Judged:
         gradients: those that count for it, each with the path of its weight.
     """
 
-    parts: StateTensors
     ruling: Ruling
     any_continues: bool
     verdict: Verdict
     news: bool
     own: Verdict
     gradients: Sequence[tuple[str, Any]]
-    numbers: Numbers
+    measured: Measurements
 
 
-def places(begun: Begun, judged: Judged) -> list[tuple[str, str, Any]]:
+def places(context: StepContext, judged: Judged) -> list[tuple[str, str, Any]]:
     """Return `(site, path, tensor)` of everything that a report of the step counts."""
-    state, kept = judged.parts.train_state, begun.log.kept.items()
+    state, kept = judged.measured.parts.train_state, context.log.kept.items()
     paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
     paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
-    found = [("outputs", path, tensor) for path, tensor in begun.intercept.outputs]
+    found = [("outputs", path, tensor) for path, tensor in context.intercept.outputs]
     found += [("gradients", path, gradient) for path, gradient in judged.gradients]
     return found + [
         (site, paths.get(id(tensor), "unlisted variable"), tensor)
-        for site, tensors in judged.numbers.written.items()
+        for site, tensors in judged.measured.written.items()
         for tensor in tensors
     ]
 
 
 def judge(
-    begun: Begun, outputs: Any = None, raised: bool = False, has_updated: bool = False
+    context: StepContext, outputs: Any = None, raised: bool = False, has_updated: bool = False
 ) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here.
@@ -72,26 +71,25 @@ def judge(
         outputs: what its body has returned, if it has ended.
         raised: whether it has ended in an exception about a bad number.
     """
-    learned, agreement = begun.learned, begun.facts.run.agreement
-    observed = Observed.of(begun, outputs, raised, has_updated)
-    numbers = Numbers.of(observed, begun.log, learned.unread)
-    gradients = observed.gradients
-    squares = reductions.squares_of(numbers.gradients, [gradient for _, gradient in gradients])
-    if observed.has_trials and numbers.is_state_finite and not math.isfinite(squares):
+    agreement, continues = context.facts.run.agreement, context.learned.continues is not False
+    measured = Measurements.of(context, outputs, raised, has_updated)
+    gradients = measured.gradients
+    tensors = [gradient for _, gradient in gradients]
+    squares = reductions.squares_of(measured.gradient_norms, tensors)
+    if measured.has_trials and measured.is_state_finite and not math.isfinite(squares):
         gradients, squares = [], 0.0  # of a point that a line search has tried and left
-    own = numbers.verdict(observed, squares)
-    ruling, continues = _ruling(observed, numbers, own), learned.continues is not False
-    decided = ruling, continues, own, False
+    own = measured.verdict(squares)
+    decided = _ruling(measured, own), continues, own, False
     if agreement.count > 1:
-        decided = _agreed(ruling, continues, own, agreement)
-    return Judged(observed.parts, *decided, own, gradients, numbers)
+        decided = _agreed(*decided[:3], agreement)
+    return Judged(*decided, own, gradients, measured)
 
 
-def _ruling(observed: Observed, numbers: Numbers, own: Verdict) -> Ruling:
-    finite = own.finite and not observed.raised
-    if not rules.may_commit(rules.NUMBERS, finite, numbers.scales):
+def _ruling(measured: Measurements, own: Verdict) -> Ruling:
+    finite = own.finite and not measured.raised
+    if not rules.may_commit(rules.NUMBERS, finite, measured.scales):
         return Ruling.REFUSE
-    is_late = observed.has_updated or not numbers.may_overflow
+    is_late = measured.has_updated or not measured.may_overflow
     return Ruling.COMMIT if is_late else Ruling.CHECK
 
 

@@ -33,12 +33,12 @@ import torch
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
-from keras_nanguard._backends.torch.begun import Begun, Facts
 from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.history_update import learned_from
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
 from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.step_context import Facts, StepContext
 from keras_nanguard._core.verdict import Report, Verdict
 
 REFRESH = 100
@@ -154,33 +154,35 @@ class Transaction(interface.Transaction):
             self._optimizer = self._current_optimizer
             self.parts = self.facts.read_parts()
         self.given = Given.of(args)
-        begun = Begun.of(self.facts, self.parts, learned, self._intercept())
+        context = StepContext.of(self.facts, self.parts, learned, self._intercept())
         try:
-            outputs, verdict, self.learned = self._complete(begun, args)
+            outputs, verdict, self.learned = self._complete(context, args)
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
-            begun.release()
+            context.release()
         return outputs, verdict
 
-    def _complete(self, begun: Begun, args: tuple[Any, ...]) -> tuple[Any, Verdict, Learned]:
+    def _complete(
+        self, context: StepContext, args: tuple[Any, ...]
+    ) -> tuple[Any, Verdict, Learned]:
         """Run a step; commit or refuse it. Return what `run_step` does, and what the steps have
         shown.
         """
-        ran = execution.run(begun, args)
-        at_end = partial(judge, begun, ran.outputs, ran.raised, bool(ran.updates))
-        judged = ran.judged or at_end()
+        result = execution.run(context, args)
+        at_end = partial(judge, context, result.outputs, result.raised, bool(result.updates))
+        judged = result.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
-        begun.facts.run.agreement.hear(judged.news)
-        learned = learned_from(begun, ran, judged)
+        context.facts.run.agreement.hear(judged.news)
+        learned = learned_from(context, result, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                self.reports.append(execution.report(begun, judged, args))
-            if begun.facts.run.refuses:
-                return ran.outputs, execution.refuse(begun, judged), learned
-        return ran.outputs, *execution.commit(begun, ran, judged, learned)
+                self.reports.append(execution.report(context, judged, args))
+            if context.facts.run.refuses:
+                return result.outputs, execution.refuse(context, judged), learned
+        return result.outputs, *execution.commit(context, result, judged, learned)
 
     def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""

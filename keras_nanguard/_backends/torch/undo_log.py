@@ -4,7 +4,7 @@ An eager step cannot be inspected before it runs, so its writes are recorded, in
 
 - Variables that Keras writes are kept before their first write, through `WRITES`. So are learning
   rate schedulers and gradient scalers of torch.
-- Before the step, `begun` keeps torch's random generators, attributes of layers, wrapped
+- Before the step, `step_context` keeps torch's random generators, attributes of layers, wrapped
   optimizers, buffers, and tensors that a step was seen to write past Keras; in the first steps it
   keeps all tensors of the train state.
 - The gradients that the step finds are kept before it first adds to them, or uses them.

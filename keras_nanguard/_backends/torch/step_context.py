@@ -47,7 +47,7 @@ class Facts:
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class StepContext:
     """A step that is about to run.
 
     Attributes:
@@ -64,7 +64,9 @@ class Begun:
     versions: Mapping[int, tuple[Any, int]]
 
     @classmethod
-    def of(cls, facts: Facts, parts: StateTensors, learned: Learned, intercept: Intercept) -> Begun:
+    def of(
+        cls, facts: Facts, parts: StateTensors, learned: Learned, intercept: Intercept
+    ) -> StepContext:
         """Return the step, with copies of what it may write unnoticed."""
         log = _undo_log(facts, parts, learned, intercept.compiled is not None)
         watched = parts.small_state if facts.stock else parts.all
