@@ -23,8 +23,9 @@ from keras_nanguard._backends.torch.judging import (
     read_update,
 )
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import StepContext
-from keras_nanguard._backends.torch.undo_log import WRITES
+from keras_nanguard._backends.torch.undo_log import is_undone_as_a_whole
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watch import Watch
 from keras_nanguard._core.verdict import Report, Verdict
@@ -127,7 +128,7 @@ class Running:
         context = self._context
         if self.keeps_undo:
             context.log.keep_updated(record.optimizer, record.state())
-        if self.keeps_undo or WRITES.inside()[1:]:  # or all of this step is to be undone
+        if self.keeps_undo or is_undone_as_a_whole():
             self.watch.begin()
         self.updates.append(record)
         with self.watch.during(record):
@@ -192,15 +193,29 @@ def commit(
         run.note_created(*created)
     if result.created:
         learned, parts = replace(learned, stale=True), context.facts.read_parts()
-    # The verdict did not see what is written past Keras for the first time.
-    unseen = learned.untracked.keys() - context.log.kept.keys()
-    unseen |= learned.uncounted.keys() - context.learned.uncounted.keys()
-    is_unread = judged is result.judged or bool(result.created)
-    is_due = bool(context.intercept.records) and is_unread
-    if not (run.refuses and (is_due or not parts.updated.isdisjoint(unseen))):
+    if not (run.refuses and _update_is_unread(context, result, judged, learned, parts)):
         return verdict, learned
     verdict, unread = read_update(parts, verdict, run.agreement)
     return verdict, replace(learned, unread=unread)
+
+
+def _update_is_unread(
+    context: StepContext,
+    result: BodyResult,
+    judged: Judged,
+    learned: Learned,
+    parts: StateTensors,
+) -> bool:
+    """Whether the verdict has not seen all weights and slots as they are now: it was computed
+    before the update, the update has created some, or the body has written some past Keras for the
+    first time.
+    """
+    is_before_update = judged is result.judged or bool(result.created)
+    if context.intercept.records and is_before_update:
+        return True
+    unseen = learned.untracked.keys() - context.log.kept.keys()
+    unseen |= learned.uncounted.keys() - context.learned.uncounted.keys()
+    return not parts.updated.isdisjoint(unseen)
 
 
 def refuse(context: StepContext, judged: Judged) -> Verdict:

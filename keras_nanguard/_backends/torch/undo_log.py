@@ -300,6 +300,11 @@ WRITES = ThreadOverrides(
 """The override through which the undo logs record writes."""
 
 
+def is_undone_as_a_whole() -> bool:
+    """Whether an undo log around that of an eager step restores everything that it writes."""
+    return len(WRITES.inside()) > 1
+
+
 def _version_of(tensor: Any) -> int:
     """Return how many writes torch has counted: in `torch.inference_mode` it counts none."""
     return 0 if tensor.is_inference() else int(tensor._version)
