@@ -164,7 +164,7 @@ class StateAccess:
     can_run_again = False
     """Whether `run_again` can be called."""
 
-    def held(self) -> Callable[[], None]:
+    def loop_state_restorer(self) -> Callable[[], None]:
         """Return a function that restores the current state outside of the variables."""
         return lambda: None
 
@@ -200,13 +200,15 @@ class Replay:
         """Restore these variables, and the random generators, at the end."""
         raise NotImplementedError
 
-    def undone(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+    def restoring_side_effects(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
         """Restore at the end what steps write outside of these variables: the backend's random
         generators, and gradients, schedulers and scalers of torch.
         """
         return nullcontext()
 
-    def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
+    def optimizer_restorers(
+        self, model: Any, optimizers: Iterable[Any]
+    ) -> list[Callable[[], None]]:
         """Return functions that restore what the optimizers of a step keep outside of Keras, those
         in attributes of the model's layers included.
         """
@@ -362,13 +364,22 @@ class Run(Protocol):
         """Return these variables with their first values; `ends`: for the last time."""
 
 
+class Start(Protocol):
+    """What happens before the first step of a run."""
+
+    @property
+    def resuming(self) -> object | None:
+        """What is to be restored, or `None`."""
+
+
 class Session(Protocol):
     """The host side of a run, as a backend uses it: what it calls around each step. The rest of the
     host is not for backends.
     """
 
-    start: Any
-    """Its `resuming` is what is to be restored before the first step, or `None`."""
+    @property
+    def start(self) -> Start:
+        """What happens before the first step."""
 
     @property
     def run(self) -> Run:

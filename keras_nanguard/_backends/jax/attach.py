@@ -66,7 +66,7 @@ class ModelAttachment(attach.Attachment):
     def _build(self) -> None:
         model, run = self.model, self.run
         jit = bool(model.jit_compile) and not model.run_eagerly
-        self.modes = jit, keras.distribution.distribution()
+        self.trace_key = jit, keras.distribution.distribution()
         transaction: Transaction | None = self._take_kept()
         if transaction is not None:
             transaction.rebind(run)
@@ -231,7 +231,7 @@ class LoopStep(attach.LoopStep):
         self.state, self.synced = computed.state, False
         return computed.outputs, verdict
 
-    def held(self) -> Callable[[], None]:
+    def loop_state_restorer(self) -> Callable[[], None]:
         """Return a function that restores the loop's own keys, averages and counters, which exist
         only in the state.
         """

@@ -89,7 +89,7 @@ class Attachment(GuardedExecution):
 
     def __init__(self, model: Any, session: Session):
         super().__init__(model, session)
-        self.modes: tuple[Any, ...] | None = None
+        self.trace_key: tuple[Any, ...] | None = None
         """How the step was traced, once it is built so that the next fit may use it."""
         self._make: Any = None
         self._overrides = overrides.Overrides()
@@ -155,7 +155,7 @@ class Attachment(GuardedExecution):
         return (
             self.body,
             self.run.refuses,
-            *(self.modes or ()),
+            *(self.trace_key or ()),
             *keras_compiled.built_in(self.model, self.run.read_train_state()),
         )
 
@@ -169,7 +169,7 @@ class Attachment(GuardedExecution):
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
-        if self.modes is None or not self._keepable:
+        if self.trace_key is None or not self._keepable:
             return
         if not (self.run.recovery.adjustments() or self.transaction.learned.tolerated):
             self.transaction.release_run()

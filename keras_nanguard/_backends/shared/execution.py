@@ -168,11 +168,11 @@ def undone(run: Run) -> Iterator[None]:
 
     replay = current.replay()
     with contextlib.ExitStack() as ending:
-        ending.callback(access.held())
-        held = replay.held(run.model, state.optimizers)
+        ending.callback(access.loop_state_restorer())
+        held = replay.optimizer_restorers(run.model, state.optimizers)
         ending.enter_context(python_state_restored(called, held))
         ending.callback(restore_variables)
         ending.callback(access.sync_variables)
         ending.callback(lambda: access.transaction.take_reports())  # perhaps of a new trace
-        ending.enter_context(replay.undone(variables))
+        ending.enter_context(replay.restoring_side_effects(variables))
         yield

@@ -83,7 +83,7 @@ def preserved(
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
     with _ONE_REPLAY:
         called = [] if model is None else keras_attributes.called_by_step(model)
-        others = python_state_restored(called, replay.held(model, optimizers))
+        others = python_state_restored(called, replay.optimizer_restorers(model, optimizers))
         with others, replay.preserved((*variables, *seeds)):
             yield
 

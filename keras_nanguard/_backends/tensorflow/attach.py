@@ -88,7 +88,7 @@ class _Traced(StateAccess):
 class ModelAttachment(_Traced, attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
-    modes: Mode
+    trace_key: Mode
     """How Keras runs the step that was built last."""
 
     _freezes = False
@@ -98,7 +98,7 @@ class ModelAttachment(_Traced, attach.Attachment):
     LOGS_RESTORED = True
 
     def _build(self) -> None:
-        self.modes = mode = self._running_mode()
+        self.trace_key = mode = self._running_mode()
         self.can_run_again = mode.host_takes
         self._freezes |= self._stock
         kept = self._take_kept()
@@ -194,7 +194,7 @@ class ModelAttachment(_Traced, attach.Attachment):
 
     def prepare(self) -> bool:
         spec = keras_fitting.running_spec()
-        if spec is None or self.modes.spread_out:
+        if spec is None or self.trace_key.spread_out:
             return False
         self._trace(spec)
         return True

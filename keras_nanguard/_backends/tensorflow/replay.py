@@ -192,14 +192,17 @@ class Replay(interface.Replay):
         copies = [v for v in copies if hasattr(v, "assign")]
         old = [v.read_value() for v in copies]
         try:
-            with self.undone(variables), keras_variables.on_first_replica(variables):
+            with (
+                self.restoring_side_effects(variables),
+                keras_variables.on_first_replica(variables),
+            ):
                 yield
         finally:
             for variable, value in zip(copies, old):
                 variable.assign(value)
 
     @contextlib.contextmanager
-    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+    def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
         drawn = getattr(context.context(), "_rng", None)
         stream = drawn.getstate() if drawn is not None else None
         try:

@@ -61,7 +61,7 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
     def _build(self) -> None:
         model, run = self.model, self.run
         if model.jit_compile:
-            self.modes = ("compiled",)
+            self.trace_key = ("compiled",)
         transaction = step.Transaction(
             self.body,
             run,

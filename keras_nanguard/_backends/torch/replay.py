@@ -302,7 +302,7 @@ class Replay(interface.Replay):
             yield
 
     @contextlib.contextmanager
-    def undone(self, variables: Sequence[Any]) -> Iterator[None]:
+    def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
         holders = _holders(variables)
         undo_log = UndoLog((), is_replay=True, apart=_natives(variables))
         with _undone(holders, undo_log):
@@ -311,7 +311,9 @@ class Replay(interface.Replay):
                     tensor.grad = tensor.grad.detach().clone()
             yield
 
-    def held(self, model: Any, optimizers: Iterable[Any]) -> list[Callable[[], None]]:
+    def optimizer_restorers(
+        self, model: Any, optimizers: Iterable[Any]
+    ) -> list[Callable[[], None]]:
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
         restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
