@@ -292,12 +292,15 @@ class NanGuard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the fit: print the table and detach."""
-        if self._attached is not None and self.session is not None:
-            self.session.start.restore_at_once()
-            self._attached.warn_unless_begun()
-            self.session.finish()
-            self._log.reporter.end(self.session.run.counts)
-        self._detach()
+        try:
+            if self._attached is not None and self.session is not None:
+                self.session.start.restore_at_once()
+                self._attached.warn_unless_begun()
+                self.session.check_end()
+                self.session.finish()
+                self._log.reporter.end(self.session.run.counts)
+        finally:
+            self._detach()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Handle the results of all steps so far before a validation."""

@@ -413,8 +413,12 @@ class Session(Protocol):
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""
 
-    def seen_outside(self, findings: Sequence[Finding]) -> None:
-        """Raise an incident for these findings, and those in the whole state, between two steps."""
+    def seen_outside(self, findings: Sequence[Finding] = (), *, left_by_step: bool = False) -> None:
+        """Raise an incident for these findings, and those in the whole state, between two steps.
+
+        Args:
+            left_by_step: whether the last step has left a bad state, not other code.
+        """
 
     def note_error(self, error: BaseException) -> None:
         """Report an error that has ended a step, if it is about the data."""

@@ -30,6 +30,7 @@ class ActionContext:
             unless an action lowers it.
         restart: the change that helps a run that is proven to have diverged, `None` for another
             incident.
+        written_outside: whether other code has written the bad state after the last step.
         has_restored: whether an earlier action of the decision has restored a snapshot.
     """
 
@@ -39,4 +40,5 @@ class ActionContext:
     replays: int
     rates_before: Mapping[int, float]
     restart: LowerRateRestart | None
+    written_outside: bool
     has_restored: bool = False

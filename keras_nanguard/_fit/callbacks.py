@@ -217,7 +217,7 @@ class Firewall:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             run = self._session.run
             if bad := run.scan():
-                self._session.seen_outside([])
+                self._session.seen_outside()
                 bad = run.scan()
             if not bad:
                 return save(*args, **kwargs)

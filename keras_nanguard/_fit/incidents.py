@@ -203,16 +203,20 @@ class Incidents:
         detected: Incident,
         report: Report | None = None,
         restart: LowerRateRestart | None = None,
+        written_outside: bool = False,
     ) -> Handled:
         """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
             restart: the change that helps a run that is proven to have diverged.
+            written_outside: whether other code has written the bad state after the last step.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
         incident = self._decided(explained, report)
-        response = perform(self._run, incident, report, self.replays.rollbacks, restart)
+        response = perform(
+            self._run, incident, report, self.replays.rollbacks, restart, written_outside
+        )
         incident = self._apply(response, incident, poles)
         self._publish(incident)
         if "raise" in response.ends:

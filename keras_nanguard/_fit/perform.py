@@ -91,6 +91,7 @@ def perform(
     report: Report | None,
     replays: int,
     restart: LowerRateRestart | None = None,
+    written_outside: bool = False,
 ) -> Response:
     """Perform every action of the incident's decision.
 
@@ -99,13 +100,14 @@ def perform(
     Args:
         replays: number of rollbacks since the first of the running replays began.
         restart: the change that helps a run that is proven to have diverged.
+        written_outside: whether other code has written the bad state after the last step.
     """
     decision = incident.decision
     assert decision is not None
     lowers = any(action["action"] == "lower_lr" for action in decision.actions)
     rates = _rates(run) if lowers else {}
     run.ring.promote(run.counts.good)
-    context = ActionContext(run, incident, report, replays, rates, restart)
+    context = ActionContext(run, incident, report, replays, rates, restart, written_outside)
     outcomes: list[Outcome] = []
     back = Done("")
     for action in decision.actions:
@@ -165,7 +167,7 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if rerun is not None:
-        again = f"{times(len(rerun.batches), 'later step')} replayed"
+        again = f"{times(rerun.replayed, 'later step')} replayed"
         return Done(f"{back}{also}; {again}", snapshot, rerun)
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
     return Done(f"{back}; {lost}{also}", snapshot)
@@ -373,7 +375,7 @@ def _restore_last_good(context: ActionContext) -> Done:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
         return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
-    again = "" if rerun is None else f", and {times(len(rerun.batches), 'later step')} replayed"
+    again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
     return Done(f"{state} restored{again}", snapshot, rerun)
 
 

@@ -38,7 +38,8 @@ def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
     if not run.step and context.report is None:
         return run.agreement.rerun(None)  # no step has run
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
-    if run.access.can_run_again and not incident.refused and (ends or bad):
+    by_step = not (incident.refused or context.written_outside)
+    if run.access.can_run_again and by_step and (ends or bad):
         run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
     return run.agreement.rerun(known_since(run, snapshot, incident.step))
 

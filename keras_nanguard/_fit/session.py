@@ -319,6 +319,12 @@ class Session:
 
     # Outside of the steps
 
+    def check_end(self) -> None:
+        """Check the state that other code may have written after the last step of a fit."""
+        run = self.run
+        if run.began and run.refuses and not run.stopped:
+            self.seen_outside()
+
     def finish(self) -> None:
         """Note that the fit has ended normally, or the steps without a fit so far."""
         self.finished = True
@@ -337,17 +343,29 @@ class Session:
         self.run.say_once("steps without effect", line)
 
     def seen_outside(
-        self, findings: Sequence[Finding], diagnosis: Diagnosis | None = None, act: bool = True
+        self,
+        findings: Sequence[Finding] = (),
+        diagnosis: Diagnosis | None = None,
+        *,
+        act: bool = True,
+        left_by_step: bool = False,
     ) -> None:
-        """Raise an incident for findings in results, or in a state that is about to be saved."""
+        """Raise an incident for findings in results, or in the state between two steps.
+
+        Args:
+            act: whether the policy acts on it.
+            left_by_step: whether the last step has left a bad state. Otherwise other code has
+                written it, because the verdict of the step was good.
+        """
         run = self.run
         run.access.resolve_pending()
-        state = (f for f in run.scan() if f.site != "slots" or not findings)
-        bad = [*findings, *state]
+        state = [f for f in run.scan() if f.site != "slots" or not findings]
+        bad, outside = [*findings, *state], bool(state) and not left_by_step
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self._then_replay(lambda: self.incidents.handle(incident))
+                handle = partial(self.incidents.handle, written_outside=outside)
+                self._then_replay(lambda: handle(incident))
             else:
                 self.incidents.report(incident)
 

@@ -201,6 +201,11 @@ class Rerun(NamedTuple):
     batches: tuple[Any, ...]
     refused: frozenset[int]
 
+    @property
+    def replayed(self) -> int:
+        """Number of steps that run again, without those that are skipped."""
+        return sum(args is not None for args in self.batches)
+
 
 class _Entry(NamedTuple):
     """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry

@@ -175,3 +175,21 @@ def test_two_actions_that_restore_a_state(end):
 
 def test_a_guard_that_has_seen_no_step_counts_none():
     assert NanGuard(verbose=0).summary().startswith("NanGuard: 0 steps, 0 skipped")
+
+
+@pytest.mark.parametrize(("epoch", "validated"), [(0, True), (1, False)])
+def test_a_write_between_two_steps_costs_no_step(epoch, validated):
+    """Found in the validation of the first epoch, or at the end of the fit: the step before it runs again."""
+    data, guard = zoo.regression(), NanGuard(verbose=0, diagnose=False)
+    given = {"validation_data": (data.x[:8], data.y[:8])} if validated else {}
+    ends = []
+    for callbacks in ([], [corrupts(len(data.x) // zoo.BATCH - 1, epoch), guard]):
+        keras.utils.set_random_seed(0)
+        model = zoo.plain(dropout=False)
+        model.fit(data.x, data.y, batch_size=zoo.BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks, **given)
+        ends.append(zoo.state_of(model))
+    assert [o.detail for i in guard.incidents for o in i.outcomes] != []
+    zoo.assert_same(*([array for _, array in end] for end in ends), tolerance=1e-6)
+    steps = (epoch + 1) * (len(data.x) // zoo.BATCH)
+    (outcome,) = guard.incidents[0].outcomes
+    assert f"; {steps} later steps replayed" in outcome.detail

@@ -26,7 +26,7 @@ class _JudgedLate(StateAccess):
 
     def resolve_pending(self) -> None:
         if self.transaction.has_left_bad():
-            self.session.seen_outside([])
+            self.session.seen_outside(left_by_step=True)
 
 
 class ModelAttachment(_JudgedLate, attach.Attachment):
