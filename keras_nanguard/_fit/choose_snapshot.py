@@ -65,10 +65,13 @@ def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
 
 
 def known_since(run: Run, snapshot: Snapshot, step: int) -> Rerun | None:
-    """Return the steps from a snapshot to a step; `None` if not all of their batches are
-    available.
+    """Return the steps from a snapshot to a step; `None` if not all of their batches are available,
+    or if the steps change something that snapshots do not have.
     """
-    return run.recent.rerun(snapshot, step) if run.access.can_run_again else None
+    access = run.access
+    if not access.can_run_again or access.transaction.learned.changes_outside:
+        return None
+    return run.recent.rerun(snapshot, step)
 
 
 def _improved(run: Run, restored: int) -> bool:

@@ -80,6 +80,8 @@ def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         times = run.counts.rollbacks + 1
         changed = keras_variables.moved_seeds(train_state.other, times, snapshot.value)
     snapshot.write(train_state.kept if replays else train_state.restorable, changed)
+    for restore_unlisted in snapshot.unlisted if replays else ():
+        restore_unlisted()
     if replays and snapshot.generator is not None:
         current.host().set_generator_state(snapshot.generator)
     elif reseed:

@@ -49,6 +49,8 @@ class Snapshot:
         verified: whether enough good steps have followed.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
         generator: the state of the generator that belongs to no variable, or `None`.
+        unlisted: functions that restore the variables that Keras does not list, before steps are
+            replayed. They are in memory only.
         metrics: the values of the metrics by `id` of the variable, for steps that are replayed in
             the same epoch.
     """
@@ -61,6 +63,7 @@ class Snapshot:
     arrays: Mapping[int, Array] = field(default_factory=dict)
     file: SnapshotFile | None = None
     generator: Array | None = None
+    unlisted: Sequence[Callable[[], Any]] = ()
     metrics: Mapping[int, Array] = field(default_factory=dict)
 
     @property

@@ -120,7 +120,13 @@ class Tasks:
             level = level_of(run.history.last(WINDOW)) or UNKNOWN
             drawn = current.host().generator_state()
             fresh = Snapshot(
-                counts.step, counts.good, counts.position, first, level, generator=drawn
+                counts.step,
+                counts.good,
+                counts.position,
+                first,
+                level,
+                generator=drawn,
+                unlisted=state.unlisted_restorers(),
             )
             obstacle = run.ring.take(fresh, state, run.tolerated)
         if obstacle == "memory":

@@ -71,6 +71,11 @@ class TensorVariable:
             keras_variables.write_tensor(now.detach(), tensor)
 
 
+def is_inference(value: Any) -> bool:
+    """Whether it is a tensor of `torch.inference_mode`, which only that mode may write."""
+    return hasattr(value, "is_inference") and bool(value.is_inference())
+
+
 def resizable(variable: Any) -> bool:
     """Whether a variable may get a value of another shape."""
     return getattr(variable, "resizable", False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,9 @@ class TrainState:
         rates: learning-rate variables of optimizers whose rate is a number.
         optimizers: the outermost optimizers.
         unlisted: further variables that a step may write although no list of Keras contains them:
-            native variables of the backend in attributes of layers, and the generator that Keras
-            uses if no seed is given.
+            native variables of the backend in attributes of layers, the generator that Keras uses
+            if no seed is given, and variables in attributes of optimizers (the `_u_product` of
+            Nadam within a `LossScaleOptimizer`).
         layers: the model and its layers at any depth.
         results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls
             have left in layers.
@@ -74,21 +75,35 @@ class TrainState:
         held = _held_by(layers)
         results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
+        slots = _unique(
+            (v for o in optimizers for v in o.variables),
+            [*rates, *itertools.chain(*scales), *trainable],
+        )
+        attributes = [value for o in (*inner, *optimizers) for value in vars(o).values()]
+        own_slots = _unique(
+            filter(keras_variables.is_variable, attributes),
+            [*slots, *rates, *itertools.chain(*scales), *trainable],
+        )
         return cls(
             trainable=trainable,
             other=other,
             metrics=_unique(getattr(model, "metrics_variables", ())),
-            slots=_unique(
-                (v for o in optimizers for v in o.variables),
-                [*rates, *itertools.chain(*scales), *trainable],
-            ),
+            slots=slots,
             scales=scales,
             rates=tuple(filter(keras_variables.is_variable, rates[: len(inner)])),
             optimizers=optimizers,
-            unlisted=_unique([*_native_variables(held), *results, *passing, *seeds]),
+            unlisted=_unique([*_native_variables(held), *results, *passing, *seeds, *own_slots]),
             layers=tuple(layers),
             results=results,
         )
+
+    def unlisted_restorers(self) -> list[Callable[[], Any]]:
+        """Return functions that restore the current values of `unlisted`; none if their copies take
+        more than the state that a snapshot has.
+        """
+        written = [v for v in self.unlisted if not keras_tensors.is_inference(v)]
+        size, limit = (sum(map(keras_variables.bytes_of, some)) for some in (written, self.kept))
+        return [keras_variables.restorer(v) for v in written] if size <= max(limit, 1) else []
 
     @property
     def statistics(self) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import keras
 import torch
 
 from keras_nanguard._backends import interface
@@ -162,6 +163,10 @@ class Transaction(interface.Transaction):
             raise
         finally:
             context.release()
+        if not self.learned.changes_outside:
+            returned = [v for v in keras.tree.flatten(outputs) if isinstance(v, torch.Tensor)]
+            changes = context.log.has_changed_outside(returned)
+            self.learned = replace(self.learned, changes_outside=changes)
         return outputs, verdict
 
     def _complete(

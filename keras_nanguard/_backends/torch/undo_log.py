@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import TensorWeakRef
 
@@ -104,6 +105,8 @@ class UndoLog:
         self.adds_by_hand: bool | None = None
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
+        self._changed_objects = False
+        self._outside: list[StorageWeakRef] = []  # many of these tensors are gone after the step
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         # The state of a generator takes a microsecond, and does not wait for a device.
         restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
@@ -171,9 +174,14 @@ class UndoLog:
         known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
         if not (known or tensor.is_inference()):
             self._restores[key] = _restorer(tensor)
+            if tensor.layout == torch.strided:
+                self._outside.append(StorageWeakRef(tensor.untyped_storage()))
+            else:
+                self._changed_objects = True
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
+        self._changed_objects = True
         attributes = dict(vars(scheduler))
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
         restore_settings = kept_settings(groups)
@@ -191,6 +199,7 @@ class UndoLog:
         """
         if not scaler.is_enabled():
             return
+        self._changed_objects = True
         stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
 
         def restore_stages() -> None:
@@ -248,6 +257,15 @@ class UndoLog:
                 # Torch does not count the writes of a fused optimizer, or through `.data`.
                 if kept.is_written or kept.differs:
                     keras_variables.write_tensor(kept.tensor, kept.value)
+
+    def has_changed_outside(self, outputs: Iterable[Any]) -> bool:
+        """Return, after `release`, whether the step has changed schedulers, scalers, or tensors
+        outside of the train state that still exist and are not among its outputs.
+        """
+        left = {ref for ref in self._outside if not ref.expired()}
+        dense = (t for t in outputs if left and t.layout == torch.strided)
+        left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
+        return self._changed_objects or bool(left)
 
     def release(self) -> None:
         self.gradients, self._found = None, []

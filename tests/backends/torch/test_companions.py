@@ -439,3 +439,25 @@ def test_what_modules_and_optimizers_replace_and_count(kind, reads, bad):
 
     (left, groups), (right, others) = trained(True), trained(False)
     assert all(map(torch.equal, left, right)) and groups == others
+
+
+@pytest.mark.parametrize("changed", ["scheduler", "average"])
+def test_a_rollback_changes_nothing_outside_twice(changed):
+    """Steps that change a scheduler or an average are undone, not replayed: a snapshot has neither."""
+    loop = Loop() if changed == "scheduler" else Loop(averaged=True)
+    if changed == "scheduler":
+        loop.scheduler = lr_scheduler.OneCycleLR(loop.optimizer, 0.1, total_steps=STEPS + 1)
+    guard = NanGuard(verbose=0)
+    with guard.watch(loop.net, loop.optimizer):
+        run_step = guard.step(loop.__call__)
+        for number, batch in enumerate(BATCHES):
+            if number == 20:
+                with torch.no_grad():
+                    next(loop.net.parameters())[0, 0] = float("nan")
+            run_step(batch)
+    (outcome,) = guard.incidents[0].outcomes
+    assert outcome.action == "rollback" and "undone" in outcome.detail
+    if changed == "scheduler":
+        assert loop.scheduler.last_epoch == STEPS - 1
+    else:
+        assert int(loop.mean.n_averaged) == STEPS - 1
