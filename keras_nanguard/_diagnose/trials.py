@@ -343,8 +343,11 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
     if e.first in ("slots", "weights"):
         yield e.outliers((*e.batch.inputs, *e.batch.targets))
         return
-    blamed = _blamed(case.run, e.batch.count)
+    in_results = _bad_in_results(case.run, e.batch.count)
+    blamed = _blamed(case.run, in_results)
     yield blamed
+    if blamed and not set(in_results) <= set(blamed):  # other operations are undefined in others
+        yield distinct((blamed, in_results))
     yield distinct(part.rows for part in (*e.batch.inputs_bad, *e.batch.targets_bad))
     yield e.outliers((*e.batch.inputs, *e.batch.targets))
     mixed = e.first in ("loss", "statistics", "gradients")
@@ -352,15 +355,20 @@ def _suspects(case: Case) -> Iterator[tuple[int, ...]]:
         yield _bisected(case)
 
 
-def _blamed(run: ReplayResult, count: int) -> tuple[int, ...]:
-    """Return the rows that are bad in a replay, none if all of them are.
-
-    The origin of the bad value is the most precise; then the loss values per sample; then the
-    outputs of the model.
+def _blamed(run: ReplayResult, in_results: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows that are bad in a replay, none if all of them are: those of the origin of the
+    bad value, which is the most precise, or those that are bad `in_results`.
     """
     origin = run.origin or NOWHERE
     if origin.rows or (origin.all_rows and origin.source == "operation"):
         return origin.rows
+    return in_results
+
+
+def _bad_in_results(run: ReplayResult, count: int) -> tuple[int, ...]:
+    """Return the rows with bad loss values, or else with bad outputs of the model; none if all of
+    them are bad.
+    """
     for _, values in (*run.sample_losses, *run.outputs):
         if found := bad_rows(np.asarray(values), count)[0]:
             return found
