@@ -19,8 +19,8 @@ BACKEND = os.environ["KERAS_BACKEND"]
 ON = {"own_loop_jax.py": "jax", "two_processes.py": "jax", "own_loop_torch.py": "torch"}
 """Examples for one backend; all others run on TensorFlow."""
 
-ALONE = {"two_replicas.py"}
-"""Needs a separate process, because it creates virtual devices before TensorFlow starts."""
+ALONE = {"two_replicas.py", "corrupt_data.py"}
+"""They need a separate process: virtual devices before TensorFlow starts, XLA as users have it."""
 
 NOT_RUN = {"pictures.py"}
 """Creates the pictures of a report, with a browser."""
@@ -55,6 +55,7 @@ def test_script(name, tmp_path, monkeypatch, capfd):
     if "keras_tuner" in (EXAMPLES / name).read_text(encoding="utf-8"):
         pytest.importorskip("keras_tuner", reason="KerasTuner is not installed")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name)])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     if name in ALONE:
@@ -87,6 +88,7 @@ def test_notebook(name, tmp_path, monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.delenv("MPLBACKEND", raising=False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     stored = nbformat.read(EXAMPLES / name, as_version=4)
     again = nbformat.read(EXAMPLES / name, as_version=4)
     nbclient.NotebookClient(again, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
