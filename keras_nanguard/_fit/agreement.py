@@ -83,7 +83,7 @@ class Agreement:
         """Return findings between two steps if all processes have them; else store them."""
         if self.count == 1 or current.host().SPREADS_ARRAYS:  # all have read the same numbers
             return findings
-        self._kept += findings
+        self._kept += [finding for finding in findings if finding not in self._kept]
         return []
 
     def pick_up(self) -> list[Finding]:

@@ -68,10 +68,7 @@ def known_since(run: Run, snapshot: Snapshot, step: int) -> Rerun | None:
     """Return the steps from a snapshot to a step; `None` if not all of their batches are available,
     or if the steps change something that snapshots do not have.
     """
-    access = run.access
-    if not access.can_run_again or access.transaction.learned.changes_outside:
-        return None
-    return run.recent.rerun(snapshot, step)
+    return run.recent.rerun(snapshot, step) if run.can_replay else None
 
 
 def _improved(run: Run, restored: int) -> bool:

@@ -7,6 +7,7 @@ as the learning rate. So a rollback loses no steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from typing import Any
@@ -81,7 +82,8 @@ def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         changed = keras_variables.moved_seeds(train_state.other, times, snapshot.value)
     snapshot.write(train_state.kept if replays else train_state.restorable, changed)
     for restore_unlisted in snapshot.unlisted if replays else ():
-        restore_unlisted()
+        with contextlib.suppress(Exception):  # other code may have replaced what it restores
+            restore_unlisted()
     if replays and snapshot.generator is not None:
         current.host().set_generator_state(snapshot.generator)
     elif reseed:

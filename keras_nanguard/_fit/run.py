@@ -149,6 +149,11 @@ class Run:
         if self.recovery.active:
             self.plan("changes", self.step + 1)
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether steps can run again, without a change of something that snapshots do not have."""
+        return self.access.can_run_again and not self.access.transaction.learned.changes_outside
+
     def last_arguments(self) -> Any:
         """Return the arguments of the last step as they were given; `None` if they are gone, as
         after `rebuild`.

@@ -126,7 +126,7 @@ class Tasks:
                 first,
                 level,
                 generator=drawn,
-                unlisted=state.unlisted_restorers(),
+                unlisted=state.unlisted_restorers() if run.can_replay else (),
             )
             obstacle = run.ring.take(fresh, state, run.tolerated)
         if obstacle == "memory":

@@ -15,6 +15,8 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
+KIB = 1024
+
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are not state."""
 
@@ -98,12 +100,17 @@ class TrainState:
         )
 
     def unlisted_restorers(self) -> list[Callable[[], Any]]:
-        """Return functions that restore the current values of `unlisted`; none if their copies take
-        more than the state that a snapshot has.
+        """Return functions that restore the current values of `unlisted`; none if copies of these
+        take more than a tenth of the memory of the other state, or if one cannot be read.
         """
         written = [v for v in self.unlisted if not keras_tensors.is_inference(v)]
-        size, limit = (sum(map(keras_variables.bytes_of, some)) for some in (written, self.kept))
-        return [keras_variables.restorer(v) for v in written] if size <= max(limit, 1) else []
+        size, others = (sum(map(keras_variables.bytes_of, some)) for some in (written, self.kept))
+        if size > 0.1 * others + KIB:
+            return []
+        try:
+            return [keras_variables.restorer(v) for v in written]
+        except Exception:  # noqa: BLE001  other code made these variables
+            return []
 
     @property
     def statistics(self) -> tuple[Any, ...]:

@@ -23,12 +23,11 @@ whose backward pass it runs; of one without a backward pass, the scalars that it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import keras
 import torch
 
 from keras_nanguard._backends import interface
@@ -80,6 +79,17 @@ class Given(tuple[Any, ...]):
     def is_unchanged(self) -> bool:
         """Whether none of them was written since."""
         return all(value._version == version for value, version in self.versions)
+
+
+def _tensors_of(outputs: Any) -> Iterator[Any]:
+    """Yield the tensors in what a step returns."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors_of(list(outputs.values()))
+    elif isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            yield from _tensors_of(output)
 
 
 class Transaction(interface.Transaction):
@@ -164,10 +174,19 @@ class Transaction(interface.Transaction):
         finally:
             context.release()
         if not self.learned.changes_outside:
-            returned = [v for v in keras.tree.flatten(outputs) if isinstance(v, torch.Tensor)]
-            changes = context.log.has_changed_outside(returned)
-            self.learned = replace(self.learned, changes_outside=changes)
+            known = partial(self._known_tensors, outputs)
+            changes = context.log.has_changed_outside(known)
+            self.learned = (
+                replace(self.learned, changes_outside=changes) if changes else self.learned
+            )
         return outputs, verdict
+
+    def _known_tensors(self, outputs: Any) -> Iterator[Any]:
+        """Yield the tensors of the train state, their gradients, and those of the outputs."""
+        parts = self.facts.read_parts()
+        yield from (*parts.all, *parts.unlisted, *parts.holders)
+        yield from (p.grad for p in parts.holders if p.grad is not None)
+        yield from _tensors_of(outputs)
 
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]

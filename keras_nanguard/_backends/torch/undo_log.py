@@ -258,13 +258,17 @@ class UndoLog:
                 if kept.is_written or kept.differs:
                     keras_variables.write_tensor(kept.tensor, kept.value)
 
-    def has_changed_outside(self, outputs: Iterable[Any]) -> bool:
+    def has_changed_outside(self, known: Callable[[], Iterable[Any]]) -> bool:
         """Return, after `release`, whether the step has changed schedulers, scalers, or tensors
-        outside of the train state that still exist and are not among its outputs.
+        outside of the train state that still exist.
+
+        Args:
+            known: returns the tensors of the train state, their gradients, and the outputs.
         """
         left = {ref for ref in self._outside if not ref.expired()}
-        dense = (t for t in outputs if left and t.layout == torch.strided)
-        left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
+        if left and not self._changed_objects:
+            dense = (t for t in map(local, known()) if t.layout == torch.strided)
+            left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
         return self._changed_objects or bool(left)
 
     def release(self) -> None:

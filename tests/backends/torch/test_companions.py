@@ -461,3 +461,30 @@ def test_a_rollback_changes_nothing_outside_twice(changed):
         assert loop.scheduler.last_epoch == STEPS - 1
     else:
         assert int(loop.mean.n_averaged) == STEPS - 1
+
+
+@pytest.mark.parametrize("kind", ["clamped", "cleared", "mixed keys"])
+def test_a_step_that_changes_only_the_module_is_replayed(kind):
+    """Weights that it clamps through `.data`, gradients that it clears; outputs in a dict of any keys."""
+    loop = Loop(averaged=False)
+
+    def step(batch):
+        loss = loop.backward(batch)
+        loop.optimizer.step()
+        if kind == "clamped":
+            for p in loop.net.parameters():
+                p.data.clamp_(-1.0, 1.0)
+        elif kind == "cleared":
+            loop.optimizer.zero_grad(set_to_none=False)
+        return {1: loss, "loss": loss} if kind == "mixed keys" else loss
+
+    guard = NanGuard(verbose=0)
+    with guard.watch(loop.net, loop.optimizer):
+        run_step = guard.step(step)
+        for number, batch in enumerate(BATCHES):
+            if number == 20:
+                with torch.no_grad():
+                    next(loop.net.parameters())[0, 0] = float("nan")
+            run_step(batch)
+    (outcome,) = guard.incidents[0].outcomes
+    assert outcome.action == "rollback" and "replayed" in outcome.detail
