@@ -98,12 +98,12 @@ def test_a_save_of_a_bad_model_is_prevented(tmp_path, capsys, verbose):
     assert finite_file(tmp_path / "m.keras")
 
 
-def test_a_healthy_state_is_read_once_per_save(tmp_path, monkeypatch):
+def test_a_healthy_state_is_read_once_per_save_and_at_the_end(tmp_path, monkeypatch):
     """The state is read a second time only after the policy has acted on a bad one."""
     scans, scan_ = [], Run.scan
     monkeypatch.setattr(Run, "scan", lambda run, **kwargs: scans.append(run.step) or scan_(run, **kwargs))
     fit([NanGuard(verbose=0), keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")], epochs=3)
-    assert scans == [12, 24, 36]
+    assert scans == [12, 24, 36, 36]
 
 
 def test_observing_changes_nothing(tmp_path):
