@@ -364,8 +364,7 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                handle = partial(self.incidents.handle, written_outside=outside)
-                self._then_replay(lambda: handle(incident))
+                self._then_replay(lambda: self.incidents.handle(incident, written_outside=outside))
             else:
                 self.incidents.report(incident)
 

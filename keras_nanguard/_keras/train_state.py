@@ -15,10 +15,11 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 
-KIB = 1024
-
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are not state."""
+
+_MAX_SHARE, _ALWAYS = 0.1, 1024
+"""Copies of `unlisted` may take this share of the other state, or this many bytes more."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,10 @@ class TrainState:
         held = _held_by(layers)
         results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
-        slots = _unique(
-            (v for o in optimizers for v in o.variables),
-            [*rates, *itertools.chain(*scales), *trainable],
-        )
+        no_slots = [*rates, *itertools.chain(*scales), *trainable]
+        slots = _unique((v for o in optimizers for v in o.variables), no_slots)
         attributes = [value for o in (*inner, *optimizers) for value in vars(o).values()]
-        own_slots = _unique(
-            filter(keras_variables.is_variable, attributes),
-            [*slots, *rates, *itertools.chain(*scales), *trainable],
-        )
+        own_slots = _unique(filter(keras_variables.is_variable, attributes), [*slots, *no_slots])
         return cls(
             trainable=trainable,
             other=other,
@@ -101,11 +97,11 @@ class TrainState:
 
     def unlisted_restorers(self) -> list[Callable[[], Any]]:
         """Return functions that restore the current values of `unlisted`; none if copies of these
-        take more than a tenth of the memory of the other state, or if one cannot be read.
+        take too much memory, or if one cannot be read.
         """
         written = [v for v in self.unlisted if not keras_tensors.is_inference(v)]
         size, others = (sum(map(keras_variables.bytes_of, some)) for some in (written, self.kept))
-        if size > 0.1 * others + KIB:
+        if size > _MAX_SHARE * others + _ALWAYS:
             return []
         try:
             return [keras_variables.restorer(v) for v in written]

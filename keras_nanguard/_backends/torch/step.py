@@ -23,7 +23,7 @@ whose backward pass it runs; of one without a backward pass, the scalars that it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,9 @@ from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import Facts, StepContext
+from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._keras import variables as keras_variables
 
 REFRESH = 100
 """Steps between two later readings of the train state."""
@@ -81,15 +83,20 @@ class Given(tuple[Any, ...]):
         return all(value._version == version for value, version in self.versions)
 
 
+def _known(parts: StateTensors, outputs: Any) -> Iterator[Any]:
+    """Yield the tensors of a train state, their gradients, and those of the outputs of a step."""
+    yield from (*parts.all, *parts.unlisted, *parts.holders)
+    yield from (p.grad for p in parts.holders if p.grad is not None)
+    yield from _tensors_of(outputs)
+
+
 def _tensors_of(outputs: Any) -> Iterator[Any]:
     """Yield the tensors in what a step returns."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from _tensors_of(list(outputs.values()))
-    elif isinstance(outputs, (list, tuple)):
-        for output in outputs:
-            yield from _tensors_of(output)
+    for item in keras_variables.flat(outputs):
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif item is not outputs:
+            yield from _tensors_of(item)
 
 
 class Transaction(interface.Transaction):
@@ -173,20 +180,17 @@ class Transaction(interface.Transaction):
             raise
         finally:
             context.release()
-        if not self.learned.changes_outside:
-            known = partial(self._known_tensors, outputs)
-            changes = context.log.has_changed_outside(known)
-            self.learned = (
-                replace(self.learned, changes_outside=changes) if changes else self.learned
-            )
+        if not self.learned.changes_outside and self._changes_outside(context.log, outputs):
+            self.learned = replace(self.learned, changes_outside=True)
         return outputs, verdict
 
-    def _known_tensors(self, outputs: Any) -> Iterator[Any]:
-        """Yield the tensors of the train state, their gradients, and those of the outputs."""
-        parts = self.facts.read_parts()
-        yield from (*parts.all, *parts.unlisted, *parts.holders)
-        yield from (p.grad for p in parts.holders if p.grad is not None)
-        yield from _tensors_of(outputs)
+    def _changes_outside(self, log: UndoLog, outputs: Any) -> bool:
+        """Whether the last step has changed something outside of the train state, which is read
+        again only if it may have: the step may have created slots.
+        """
+        if not log.has_changed_outside(_known(self.parts, outputs)):
+            return False
+        return log.has_changed_outside(_known(self.facts.read_parts(), outputs))
 
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]

@@ -258,16 +258,16 @@ class UndoLog:
                 if kept.is_written or kept.differs:
                     keras_variables.write_tensor(kept.tensor, kept.value)
 
-    def has_changed_outside(self, known: Callable[[], Iterable[Any]]) -> bool:
+    def has_changed_outside(self, known: Iterable[Any]) -> bool:
         """Return, after `release`, whether the step has changed schedulers, scalers, or tensors
         outside of the train state that still exist.
 
         Args:
-            known: returns the tensors of the train state, their gradients, and the outputs.
+            known: tensors that do not count. They are only looked at if others still exist.
         """
         left = {ref for ref in self._outside if not ref.expired()}
         if left and not self._changed_objects:
-            dense = (t for t in map(local, known()) if t.layout == torch.strided)
+            dense = (t for t in map(local, known) if t.layout == torch.strided)
             left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
         return self._changed_objects or bool(left)
 
