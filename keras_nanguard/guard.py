@@ -29,6 +29,7 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.session import Session
 from keras_nanguard._fit.state_check import checked
 from keras_nanguard._keras.fitting import current_callback_list, evaluates, model_of, outside
+from keras_nanguard._keras.layers import data_paths
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
@@ -257,7 +258,7 @@ class NanGuard(keras.callbacks.Callback):
         self._unnamed = not getattr(model, "built", True)
         if getattr(model, "built", False):
             state = TrainState.of(model, self.session.run.optimizers)
-            paths = tuple(str(variable.path) for _, variable in checked(state))
+            paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
         name = str(getattr(model, "name", "")) or type(model).__name__
         for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
             self._log.reporter.once(f"NanGuard: {line}")

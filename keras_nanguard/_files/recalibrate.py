@@ -236,7 +236,8 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     arrays, listed = keras.tree.flatten(data), isinstance(data, (list, tuple))
     are_batches = listed and all(isinstance(item, (list, tuple)) for item in data)
     are_arrays = all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays)
-    if arrays and are_arrays and not are_batches:
+    scalar = not are_batches and any(getattr(array, "shape", None) == () for array in arrays)
+    if arrays and are_arrays and not are_batches and not scalar:
         length, *others = {int(array.shape[0]) for array in arrays}
         if others:
             what, received = "arrays with the same number of rows", f"{(length, *others)} rows"
@@ -246,7 +247,7 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
             yield keras.tree.map_structure(lambda array, part=part: array[part], data)
         return
     iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
-    if isinstance(data, (str, bytes, dict, type)) or not iterable:
+    if isinstance(data, (str, bytes, dict, type)) or not iterable or scalar:
         what, kind = "arrays or an iterable of batches", type(data).__name__
         received = data.__name__ if isinstance(data, type) else f"an object of class {kind}"
         raise GuardError(expected(what, received, "Pass the inputs as for fit."))

@@ -226,6 +226,13 @@ def input_names(model: Any) -> tuple[str, ...]:
     return tuple("" if name.startswith(GENERATED_PREFIXES) else name for name in names)
 
 
+def data_paths(model: Any) -> list[str]:
+    """Return the paths of the named inputs of a functional model, and of its outputs' targets, as
+    in findings: `x/age`, `y/price`."""
+    inputs = [f"x/{name}" for name in input_names(model) if name]
+    return [*inputs, *(f"y/{name}" for name in output_names(model))]
+
+
 def output_names(model: Any) -> list[str]:
     """Return the name of each output by which `compile` and `fit` know it: in a functional or
     sequential model its key in a dict, or the name of its layer; in others as far as the model

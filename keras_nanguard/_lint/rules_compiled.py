@@ -244,8 +244,7 @@ _OF_CLASSES = ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDiv
 )
 def data_nonfinite(subject: Subject) -> Iterator[Site]:
     """NaN or Inf in the data."""
-    targets = [(f"targets of {output.name}", array) for output, array in subject.targets()]
-    for name, array in [*subject.inputs(), *targets]:
+    for name, array in subject.data():
         if array.dtype.kind == "f" and (bad := statistics([array]).nonfinite):
             yield name, f"{bad} of {array.size} values are NaN or Inf"
 

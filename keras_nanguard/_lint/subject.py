@@ -153,13 +153,24 @@ class Subject:
 
     def inputs(self) -> list[tuple[str, NDArray[Any]]]:
         """Return the inputs that are arrays of numbers, with their names."""
-        named: Iterable[tuple[Any, Any]] = [("x", self.x)]
-        if isinstance(self.x, Mapping):
-            named = self.x.items()
-        elif isinstance(self.x, (list, tuple)):
-            named = [(f"input {place}", value) for place, value in enumerate(self.x)]
-        arrays = [(str(name), _array(value)) for name, value in named]
-        return [(name, array) for name, array in arrays if array is not None]
+        return _named("x", "input", self.x)
+
+    def data(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return the inputs and targets that are arrays of numbers, with their names."""
+        targets = [(f"targets of {output.name}", array) for output, array in self.targets()]
+        return [*self.inputs(), *(targets or _named("y", "target", self.y))]
+
+
+def _named(whole: str, part: str, given: Any) -> list[tuple[str, NDArray[Any]]]:
+    """Return the arrays in an argument of `fit` with their names: `whole`, or `part` and a
+    number."""
+    named: Iterable[tuple[Any, Any]] = [(whole, given)]
+    if isinstance(given, Mapping):
+        named = given.items()
+    elif isinstance(given, (list, tuple)):
+        named = [(f"{part} {place}", value) for place, value in enumerate(given)]
+    arrays = [(str(name), _array(value)) for name, value in named]
+    return [(name, array) for name, array in arrays if array is not None]
 
 
 def activation_name(activation: Any) -> str | None:

@@ -13,6 +13,9 @@ from keras_nanguard._policy.settings import matches_path
 BETWEEN_STEPS = frozenset({"divergence", "spike", "stuck"})
 """Kinds that checks find between two steps, at intervals."""
 
+OF_VARIABLES = frozenset({"state", "gradients", "statistics", "weights", "slots", "loss_scale"})
+"""Sites whose findings have the paths of variables. Others have those of data: `x/age`."""
+
 
 def warnings_about(
     policy: Policy,
@@ -25,7 +28,8 @@ def warnings_about(
 
     Args:
         model: name of the model or of its file.
-        paths: Keras paths of its variables; `None` if there is no model to compare with.
+        paths: Keras paths of its variables, and those of its data as far as they are known; `None`
+            if there is no model to compare with.
         functions: names of the functions that are registered; `None` if that is not known.
         diagnose: whether causes are found.
     """
@@ -53,7 +57,8 @@ def _never_reached(policy: Policy) -> Iterator[str]:
 
 
 def _match_nothing(policy: Policy, model: str, paths: Collection[str]) -> Iterator[str]:
-    globs = [(f"Rule {rule.name!r}", glob) for rule in policy.rules for glob in rule.layer]
+    compared = (rule for rule in policy.rules if OF_VARIABLES.issuperset(rule.site))
+    globs = [(f"Rule {rule.name!r}", glob) for rule in compared for glob in rule.layer]
     globs += [(f"limits[{n}]", glob) for n, one in enumerate(policy.limits) for glob in one.layer]
     parts = {part for path in paths for part in path.split("/")}
     for owner, glob in globs:

@@ -191,6 +191,9 @@ def test_errors_keep_the_old_statistics(keras, nested, task):
         recalibrate(model, bad)
     with pytest.raises(GuardError, match="at least one batch"):
         recalibrate(model, task[0][:0])
+    for scalar in (np.float32(1.0), np.array(1.0)):
+        with pytest.raises(GuardError, match="arrays or an iterable of batches"):
+            recalibrate(model, scalar)
     with pytest.raises(KeyboardInterrupt):
         recalibrate(model, interrupted())
     single = chain(keras, keras.layers.BatchNormalization(name="bn"))

@@ -349,6 +349,16 @@ def test_data_of_any_float_dtype_are_checked():
         assert lint(model, np.zeros((4, 2), dtype)).ok
 
 
+def test_bad_targets_of_a_model_whose_graph_is_not_known():
+    class Subclassed(keras.Model):
+        def call(self, inputs):
+            return inputs
+
+    y, fine = np.array([1.0, np.nan]), np.zeros((2, 1))
+    found = [hazard.path for given in (y, [fine, y], {"price": y}) for hazard in lint(Subclassed(), fine, given).hazards]
+    assert found == ["y", "target 1", "price"]
+
+
 def test_intended_infinite_values_are_not_hazards():
     """Not a mask of -Inf, a NaN marker or metric; but a bad moving variance and slot."""
 

@@ -322,6 +322,9 @@ def test_globs_causes_and_calls_without_effect_give_a_warning():
         "Rule 'a' never acts: nothing in the model 'net' matches the glob 'hiden*' (did you mean 'hidden'?).",
         "limits[1] never acts: nothing in the model 'net' matches the glob 'xyz'.",
     )
+    of_data = Policy.load(rules=[{"name": "age", "site": "inputs", "layer": "age", "do": "stop"}])
+    assert decide(of_data, PolicyState(), bad(3, "inputs", path="x/age"))[0].rule
+    assert warnings_about(of_data, "net", ["net/hidden/kernel"]) == ()
     for functions, registered in (((), "none"), (("f", "e"), "e, f"), (("page",), "")):
         said = f"does nothing: no function is registered as 'page' (registered: {registered})."
         expected = [f"call in {place} {said}" for place in ("escalation", "rule 'b'", "divergence.action", "loss_scale.action")]
