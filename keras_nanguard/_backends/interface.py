@@ -10,6 +10,9 @@ A backend is a package with these modules, each with what a class here or in `sh
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
 
+A method that raises `NotImplementedError` has to be overridden; the others have a default for a
+backend that does not need them.
+
 The other direction is `Session`: what a backend calls around each step, as the one argument of
 `ModelAttachment` and `LoopStep`. Its `run` has the facts that a backend reads.
 
@@ -54,52 +57,35 @@ class Transaction:
     executions. An instance of this class stands for the step of a run before it is created.
     """
 
+    # Every backend has these.
+
     run: Run
     """The facts of the run, where `rebind` can be called."""
+
+    model: Any
+    """The model, if a Keras trainer runs the step."""
+
+    given: Any = None
+    """The arguments of the step whose verdict was read last, or that has raised; `None` if the host
+    does not have them.
+    """
 
     replayed: Callable[..., Any]
     """The step for replays: a function of its batch that reads and writes the variables, and
     returns the outputs.
     """
 
-    judged: Callable[..., Verdict] | None = None
-    """Runs the compiled step again without side effects; returns its verdict. `None` if that would
-    need a new trace.
-    """
-
-    jit = False
-    """Whether the step is compiled by XLA, or by the backend's own compiler."""
-
     losses: Callable[[Any], list[Any]]
     """Returns the losses among the outputs, for a step that never calls `compute_loss`."""
 
-    model: Any
-    given: Any = None
-    """The arguments of the last execution."""
-
-    counted = False
-    """Whether several steps may run before the host reads their verdicts, so that the steps count
-    themselves.
-    """
+    jit = False
+    """Whether the step is compiled by XLA, or by the backend's own compiler."""
 
     learned = Learned()
     """What earlier steps have shown."""
 
     reused = False
     """Whether it was traced for an earlier run."""
-
-    has_hidden_state = False
-    """Whether the compiled step changes more than variables: an operation has a random generator of
-    its own (`tf.random.normal`), or calls the host (`tf.print`).
-    """
-
-    def batch(self, given: Any) -> Any:
-        """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""
-        return given
-
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, if they are `counted`."""
-        raise NotImplementedError
 
     def take_reports(self) -> list[Report]:
         """Return and remove the reports of bad steps, in the order of the steps. Never waits."""
@@ -108,15 +94,47 @@ class Transaction:
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite or NaN."""
 
-    def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
-
-    def recount(self, step: int) -> None:
-        """Set the number of the next step, if they are `counted`."""
-
     def inherit(self, other: Transaction) -> None:
         """Start with what another transaction for the same body has learned."""
         self.learned = other.learned
+
+    def rebind(self, run: Run) -> None:
+        """Use the transaction for another run on the same model, where a backend keeps it."""
+        self.run, self.reused = run, True
+        self.resume()
+
+    def release_run(self) -> None:
+        """Release everything that belongs to the finished run."""
+        raise NotImplementedError
+
+    # Backends that compile a step
+
+    has_hidden_state = False
+    """Whether the compiled step changes more than variables: an operation has a random generator of
+    its own (`tf.random.normal`), or calls the host (`tf.print`).
+    """
+
+    judged: Callable[..., Verdict] | None = None
+    """Runs the compiled step again without side effects; returns its verdict. `None` if that would
+    need a new trace.
+    """
+
+    # Backends on which several steps may run before the host reads their verdicts
+
+    counted = False
+    """Whether they may here, so that the steps count themselves."""
+
+    def verdicts(self, start: int, end: int) -> list[Verdict]:
+        """Return the verdicts of the steps from `start` to before `end`."""
+        raise NotImplementedError
+
+    def recount(self, step: int) -> None:
+        """Set the number of the next step."""
+
+    def resume(self) -> None:
+        """Allow steps to commit again after the host has repaired the state."""
+
+    # Backends on which an update may be judged with the next step
 
     def has_left_bad(self) -> bool:
         """Judge the last update, if that is left to the next step; return whether it is bad."""
@@ -125,14 +143,11 @@ class Transaction:
     def follow(self, previous: Transaction) -> None:
         """Continue after a step of the transaction of another function of the loop."""
 
-    def release_run(self) -> None:
-        """Release everything that belongs to the finished run."""
-        raise NotImplementedError
+    # Backends whose batches may be written over after the step
 
-    def rebind(self, run: Run) -> None:
-        """Use the transaction for another run on the same model, where a backend keeps it."""
-        self.run, self.reused = run, True
-        self.resume()
+    def batch(self, given: Any) -> Any:
+        """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""
+        return given
 
 
 class StateAccess:
@@ -176,6 +191,33 @@ class StateAccess:
         raise NotImplementedError
 
 
+class ObservedUpdate(Protocol):
+    """An update that a step has called."""
+
+    @property
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """Its gradients, each with its variable."""
+
+    def run(self) -> Any:
+        """Run it, if it was deferred."""
+
+
+class ObservedStep(Protocol):
+    """What a step has shown that runs in `Replay.intercepted`."""
+
+    @property
+    def losses(self) -> Sequence[Any]:
+        """Its losses: scalars, or arrays that are summed."""
+
+    @property
+    def records(self) -> Sequence[ObservedUpdate]:
+        """Its updates."""
+
+    @property
+    def outputs(self) -> Sequence[tuple[str, Any]]:
+        """The model's outputs, by name."""
+
+
 class Replay:
     """Replays a step and records its operations. The class `Replay` of the module `replay`."""
 
@@ -195,7 +237,7 @@ class Replay:
 
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[ObservedStep]:
         """Return a context that records losses and updates; `immediate`: updates run at once."""
         raise NotImplementedError
 

@@ -35,7 +35,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.action_context import LowerRateRestart
-from keras_nanguard._fit.incidents import incident_of
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -313,7 +312,7 @@ class _Trials:
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"rate_factor": best.factor}
-        incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
+        incident = run.incident(findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
         restart = LowerRateRestart(step, best.factor)
         return Lost(incident, restart, self._trying.present, self._settings, restore_rates)

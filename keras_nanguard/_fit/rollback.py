@@ -145,8 +145,8 @@ class ReplayQueue:
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
-            run.plan(task, step + 1)
-        run.plan("snapshot", step + every if every else math.inf)
+            run.due.plan(task, step + 1)
+        run.due.plan("snapshot", step + every if every else math.inf)
         self._metrics = self._metrics_from(snapshot)
         self._batches.extendleft(reversed(rerun.batches))
 

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._fit.agreement import Agreement
+from keras_nanguard._fit.due import Due
 from keras_nanguard._fit.log import RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
@@ -43,8 +43,7 @@ class Run:
         recorder: the recording of all fits of the guard; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
-        due: the step at which each task between two steps is due, by its name; set by `plan`.
-        next_due: the earliest of these.
+        due: when the tasks between two steps are due.
         began: whether the first step has begun.
         stopped: whether the policy has ended training.
         logs_worst_metrics: whether the epoch is to log the worst metrics, as an action `stop` has
@@ -83,8 +82,7 @@ class Run:
         self._folder = self._snapshot_folder()
         kept = policy.snapshot
         self.ring = Ring(kept.keep, kept.good_steps, self.agreement.any_of, self._folder)
-        self.due: dict[str, float] = {}
-        self.next_due = inf
+        self.due = Due()
         self.began = self.stopped = self.logs_worst_metrics = False
         self.replacements = self.rebuilds = 0
         self.created: dict[int, Any] | None = {}
@@ -139,20 +137,25 @@ class Run:
         """Note that an action has replaced the state."""
         self.replacements += 1
 
-    def plan(self, task: str, step: float) -> None:
-        """Set the step at which a task is due, infinity for never."""
-        self.due[task] = step
-        self.next_due = min(self.due.values())
-
     def plan_changes(self) -> None:
         """Continue the changes of the policy after the next step, if any lasts for several."""
         if self.recovery.active:
-            self.plan("changes", self.step + 1)
+            self.due.plan("changes", self.step + 1)
 
     @property
     def can_replay(self) -> bool:
         """Whether steps can run again, without a change of something that snapshots do not have."""
         return self.access.can_run_again and not self.access.transaction.learned.changes_outside
+
+    def incident(
+        self, findings: Sequence[Finding], step: int | None = None, **about: Any
+    ) -> Incident:
+        """Return an incident about a step, by default the last one; `about` are further fields. It
+        has committed unless they say that it was `refused`.
+        """
+        step = max(self.step - 1, 0) if step is None else step
+        own = {"refused": False, "committed": self.counts.committed}
+        return Incident(step, *self.counts.place(step), tuple(findings), **{**own, **about})
 
     def last_arguments(self) -> Any:
         """Return the arguments of the last step as they were given; `None` if they are gone, as

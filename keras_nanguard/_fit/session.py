@@ -19,7 +19,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFinit
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import FitLogs
-from keras_nanguard._fit.incidents import Incidents, incident_of
+from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
@@ -82,7 +82,7 @@ class Session:
         """Whether a healthy next step would only have to be counted."""
         run = self.run
         healthy = self._deferred and not run.counts.idle
-        return healthy and not self._has_to_act and run.step + 1 < run.next_due
+        return healthy and not self._has_to_act and run.step + 1 < run.due.next
 
     def skips_batches(self, iterator: Any, batches: int) -> bool:
         """Skip the batches of one execution, if batches are to be skipped."""
@@ -184,7 +184,7 @@ class Session:
         else:
             verdict = self.incidents.refusals.postponed(verdict)
             return self.after(verdict, state_is_current=state_is_current)
-        if counts.step >= run.next_due and (state_is_current or not healthy):
+        if counts.step >= run.due.next and (state_is_current or not healthy):
             self._run_due()
         return healthy
 
@@ -235,7 +235,7 @@ class Session:
             return  # the step runs again
         run.counts.advance()
         if run.agreement.news:
-            self.incidents.handle(incident_of(run, run.agreement.pick_up()))
+            self.incidents.handle(run.incident(run.agreement.pick_up()))
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution or raise their incidents, given its last verdict."""
@@ -289,7 +289,7 @@ class Session:
         run.recording.push(step, loss, gradients, scale)
         run.recent.push(step, run.access.transaction.given)
         if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
-            run.plan("checks", step + 1)
+            run.due.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:
         """Return the logs of the last step for callbacks; `refused` if it was refused."""
@@ -306,12 +306,12 @@ class Session:
         """
         run = self.run
         for name, task in TASKS.items():
-            if run.step < run.due.get(name, inf) or run.stopped:
+            if run.step < run.due.step_of(name) or run.stopped:
                 continue
             runs_again = self.incidents.replays.rollbacks > 0
             coming = self._then_replay(partial(task, self.tasks))
             if coming is not None:
-                run.plan(name, coming)
+                run.due.plan(name, coming)
             elif runs_again:
                 return  # the state is that of an earlier step
             else:
@@ -362,7 +362,7 @@ class Session:
         state = [f for f in run.scan() if f.site != "slots" or not findings]
         bad, outside = [*findings, *state], bool(state) and not left_by_step
         if bad := run.agreement.between_steps(bad) if act else bad:
-            incident = incident_of(run, bad, diagnosis=diagnosis)
+            incident = run.incident(bad, diagnosis=diagnosis)
             if act:
                 self._then_replay(lambda: self.incidents.handle(incident, written_outside=outside))
             else:
@@ -385,4 +385,4 @@ class Session:
             closing.callback(run.recent.restart)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
-                self.incidents.report(incident_of(run, run.agreement.pick_up()))
+                self.incidents.report(run.incident(run.agreement.pick_up()))

@@ -10,7 +10,8 @@ from math import inf
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.incidents import Incidents, incident_of
+from keras_nanguard._fit.due import Task
+from keras_nanguard._fit.incidents import Incidents
 from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.overflow import needs_low_scale
 from keras_nanguard._fit.run import Run
@@ -26,15 +27,15 @@ class Tasks:
         self.run, self.incidents = run, incidents
         self.monitors = Monitors()
         self.divergence = Divergence(bool(run.policy.divergence.action))
-        run.plan("checks", self.monitors.next_look(0))
-        run.plan("divergence", self.divergence.next_look(0))
-        run.plan("snapshot", run.policy.snapshot.every or inf)
+        run.due.plan("checks", self.monitors.next_look(0))
+        run.due.plan("divergence", self.divergence.next_look(0))
+        run.due.plan("snapshot", run.policy.snapshot.every or inf)
 
     def begin_epoch(self, step: int) -> None:
         """Plan the tasks of an epoch. The learning rate is read after its first step."""
         if self.divergence.has_window(step):
-            self.run.plan("divergence", step + 1)
-        self.run.plan("rate", step + 1)
+            self.run.due.plan("divergence", step + 1)
+        self.run.due.plan("rate", step + 1)
 
     def read_rate(self) -> float:
         """Record the current learning rate."""
@@ -61,7 +62,7 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings and self.incidents.handle(incident_of(run, findings)).replays:
+        if findings and self.incidents.handle(run.incident(findings)).replays:
             return None
         return self.monitors.next_look(run.step)
 
@@ -69,7 +70,7 @@ class Tasks:
         """Check whether the run is lost."""
         run, divergence = self.run, self.divergence
         if self.incidents.replays.rollbacks:
-            return run.due["divergence"]  # once the steps have run again
+            return run.due.step_of("divergence")  # once the steps have run again
         lost = divergence.look(run)
         if lost is None:
             return divergence.next_look(run.step)
@@ -83,12 +84,12 @@ class Tasks:
         self.divergence.acted(self.run)
         return self.divergence.next_look(self.run.step)
 
-    def after_replays(self, name: str) -> None:
+    def after_replays(self, name: Task) -> None:
         """Plan a task that has led to a rollback, once the undone steps have run again."""
         if name == "checks":
-            self.run.plan(name, self.monitors.next_look(self.run.step))
+            self.run.due.plan(name, self.monitors.next_look(self.run.step))
         elif name == "divergence":
-            self.run.plan(name, self._after_action())
+            self.run.due.plan(name, self._after_action())
 
     def verify_snapshots(self) -> float:
         """Mark the snapshots after which enough steps were good."""
@@ -102,7 +103,7 @@ class Tasks:
             return None
         if taken:
             run.recording.event("snapshot")
-        run.plan("verify_snapshots", self.verify_snapshots())
+        run.due.plan("verify_snapshots", self.verify_snapshots())
         return step + run.policy.snapshot.every
 
     def take_snapshot(self) -> bool | None:
@@ -134,7 +135,7 @@ class Tasks:
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
-            incident, replays = self.incidents.handle(incident_of(run, bad))
+            incident, replays = self.incidents.handle(run.incident(bad))
             if replays:
                 return None
             if first and "fix_loss_scale" in incident.changes:
@@ -142,7 +143,7 @@ class Tasks:
         return not obstacle
 
 
-TASKS: dict[str, Callable[[Tasks], float | None]] = {
+TASKS: dict[Task, Callable[[Tasks], float | None]] = {
     "changes": Tasks.continue_changes,
     "rate": Tasks.read_rate,
     "checks": Tasks.check,

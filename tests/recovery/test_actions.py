@@ -551,7 +551,7 @@ class TestFixLossScale:
 
         def look(batch, logs):
             run = guard.session.run
-            waits.append(run.due["changes"] - run.step if "changes" in run.due else np.inf)
+            waits.append(run.due.step_of("changes") - run.step)
             scales.append(float(optimizer.dynamic_scale.numpy()))
 
         callback, model = keras.callbacks.LambdaCallback(on_train_batch_end=look), line(optimizer, run_eagerly=True)

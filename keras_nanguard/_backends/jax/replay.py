@@ -186,7 +186,9 @@ class Replay(interface.Replay):
 
         return body
 
-    def intercepted(self, model: Any, optimizers: Iterable[Any], immediate: bool) -> Any:
+    def intercepted(
+        self, model: Any, optimizers: Iterable[Any], immediate: bool
+    ) -> contextlib.AbstractContextManager[Intercept]:
         return Intercept(model, optimizers, may_commit=immediate)
 
     @contextlib.contextmanager

@@ -6,8 +6,10 @@ In addition to the modules that every backend has:
 |---|---|
 | `modules` | modules and optimizers of torch in Keras' form |
 | `updates` | the updates of a step |
-| `watch` | what a step writes after its update |
 | `undo_log` | what a refusal restores |
+| `found_gradients` | the gradients that a step finds and may add to |
+| `late_writes` | what a step writes in place after its update |
+| `outside_state` | schedulers, scalers and tensors outside of the train state |
 | `state_tensors` | the tensors of a train state by role |
 | `body_history` | what the steps of a body have shown |
 | `step_context` | a step that is about to run |

@@ -13,7 +13,7 @@ from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.undo_log import WRITES
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
@@ -38,7 +38,7 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
         super().attach(in_use)
-        WRITES.hold()
+        RECORDED_WRITES.hold()
 
         def test_step(data: Any) -> Any:
             try:
@@ -55,7 +55,7 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
 
     def detach(self) -> None:
         if self.state == "attached":
-            WRITES.release()
+            RECORDED_WRITES.release()
         super().detach()
 
     def _build(self) -> None:
@@ -116,11 +116,11 @@ class LoopStep(_JudgedLate, attach.LoopStep):
     @staticmethod
     @contextlib.contextmanager
     def watching() -> Iterator[None]:
-        WRITES.hold()
+        RECORDED_WRITES.hold()
         try:
             yield
         finally:
-            WRITES.release()
+            RECORDED_WRITES.release()
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

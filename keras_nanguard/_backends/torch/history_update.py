@@ -8,25 +8,25 @@ from typing import Any
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.body_history import Learned
-from keras_nanguard._backends.torch.execution import BodyResult
+from keras_nanguard._backends.torch.execution import BodyRun
 from keras_nanguard._backends.torch.judging import Judged
 from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.tensors import local
 
 
-def learned_from(context: StepContext, result: BodyResult, judged: Judged) -> Learned:
+def learned_from(context: StepContext, ran: BodyRun, judged: Judged) -> Learned:
     """Return what a step that has run, and those before it, have shown."""
     before, by_hand, uncounted = context.learned, list[Any](), list[Any]()
-    if result.at_update is not None:
-        by_hand += result.at_update.written
-        uncounted += result.at_update.uncounted
-    by_hand += [*_not_updated(context.written(), result.updates), *_assigned(context)]
-    uncounted += _not_updated(context.written_uncounted(), result.updates)
-    continues = _continues(context, result)
-    context.log.note_gradients()
-    adds, known = context.log.adds_by_hand, context.learned.adds_by_hand
-    is_one_of_several = context.facts.run.agreement.count > 1
+    if ran.at_update is not None:
+        by_hand += ran.at_update.written
+        uncounted += ran.at_update.uncounted
+    by_hand += [*_not_updated(context.written(), ran.updates), *_assigned(context)]
+    uncounted += _not_updated(context.written_uncounted(), ran.updates)
+    continues = _continues(context, ran)
+    context.log.gradients.note_writes()
+    adds, known = context.log.gradients.added_by_hand, context.learned.adds_by_hand
+    is_one_of_several = context.definition.run.agreement.count > 1
     return replace(
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
@@ -41,38 +41,39 @@ def learned_from(context: StepContext, result: BodyResult, judged: Judged) -> Le
     )
 
 
-def _continues(context: StepContext, result: BodyResult) -> bool | None:
+def _continues(context: StepContext, ran: BodyRun) -> bool | None:
     """Return whether the body continues after its first update, see `Learned`."""
-    before, updates, at_update = context.learned.continues, result.updates, result.at_update
-    if context.facts.stock:
+    before, updates, at_update = context.learned.continues, ran.updates, ran.at_update
+    if context.definition.stock:
         return False
     if before or not updates or at_update is None:
         return before
     has_several = len(context.parts.train_state.optimizers) > 1 or len(updates) > 1
     has_late_losses = not context.intercept.noted or context.intercept.noted > at_update.losses
-    is_continued = has_several or updates[0].evaluates or has_late_losses or result.continues
-    return is_continued or _writes_after(context, result)
+    is_continued = has_several or updates[0].evaluates or has_late_losses
+    return is_continued or ran.late_writes.continues or _writes_after(context, ran)
 
 
 def _assigned(context: StepContext) -> list[Any]:
     """Return what a step assigns to before it is compiled; a compiled one does not show it."""
-    facts, parts = context.facts, context.parts
-    if not facts.jit or context.is_compiled:
+    definition, parts = context.definition, context.parts
+    if not definition.jit or context.is_compiled:
         return []
-    listed = set(map(id, parts.all if facts.stock else parts.small_state))
+    listed = set(map(id, parts.all if definition.stock else parts.small_state))
     kept = context.log.kept.items()
     return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
 
 
-def _writes_after(context: StepContext, result: BodyResult) -> bool:
+def _writes_after(context: StepContext, ran: BodyRun) -> bool:
     """Whether something that is judged was written after the last update."""
-    parts, log, after = context.parts, context.log, result.after_update
+    parts, log, after = context.parts, context.log, ran.after_update
     written = [t for t, version in after.values() if t._version != version]
     written += [entry.tensor for key, entry in log.kept.items() if key not in after]
     if not written:
         return False
     unjudged = parts.judged_elsewhere - parts.updated
-    unjudged |= {id(local(g)) for _, g in log.gradients or ()}  # the next step judges their sum
+    # The next step judges the sum of the gradients.
+    unjudged |= {id(local(gradient)) for _, gradient in log.gradients.kept or ()}
     # Of batch normalization torch counts only the writes of its integer buffer.
     buffers = set(map(id, parts.unlisted))
     return any(

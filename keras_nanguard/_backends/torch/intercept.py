@@ -89,8 +89,8 @@ class Intercept:
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
                 if self._notes_roots:
-                    ROOTS.enter(self)
-                    stack.callback(ROOTS.leave, self)
+                    BACKWARD_PASSES.enter(self)
+                    stack.callback(BACKWARD_PASSES.leave, self)
                 yield self
         finally:
             del self._on_update, self.around_backward  # they refer to the run of the step
@@ -219,7 +219,7 @@ def _scalers() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
             yield kind, {"scale": _scale}
 
 
-ROOTS = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)
+BACKWARD_PASSES = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)
 """The override through which an eager step shows which losses it differentiates: `Tensor.backward`
 calls `torch.autograd.backward`. `torch.autograd.grad` is not overridden, because functions that
 torch compiles or transforms (`torch.func`) call it.

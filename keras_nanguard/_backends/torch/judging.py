@@ -71,7 +71,7 @@ def judge(
         outputs: what its body has returned, if it has ended.
         raised: whether it has ended in an exception about a bad number.
     """
-    agreement, continues = context.facts.run.agreement, context.learned.continues is not False
+    agreement, continues = context.definition.run.agreement, context.learned.continues is not False
     measured = Measurements.of(context, outputs, raised, has_updated)
     gradients = measured.gradients
     tensors = [gradient for _, gradient in gradients]

@@ -55,8 +55,8 @@ class Measurements:
     ) -> Measurements:
         """Measure what the body of a step has done so far."""
         log, records, unread = context.log, context.intercept.records, context.learned.unread
-        parts = context.facts.read_parts() if log.created else context.parts
-        losses = context.intercept.losses or context.facts.losses(outputs)
+        parts = context.definition.read_parts() if log.created else context.parts
+        losses = context.intercept.losses or context.definition.losses(outputs)
         losses = [loss.detach() for loss in losses]
         gradients = _gradients(context, parts, raised)
         statistics = _statistics(log, parts, context.learned.tolerated)
@@ -135,7 +135,7 @@ def _gradients(context: StepContext, parts: StateTensors, raised: bool) -> list[
 
 
 def _statistics(log: UndoLog, parts: StateTensors, tolerated: Container[int]) -> list[Any]:
-    gradients = {id(local(gradient)) for _, gradient in log.gradients or ()}
+    gradients = {id(local(gradient)) for _, gradient in log.gradients.kept or ()}
     unjudged = gradients | parts.judged_elsewhere
     written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
     return list(filter(reductions.is_inexact, written))

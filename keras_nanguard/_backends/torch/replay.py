@@ -30,16 +30,17 @@ from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
+from keras_nanguard._backends.torch.late_writes import COMMUNICATING, LateWrites, written_by
 from keras_nanguard._backends.torch.modules import (
     TorchModule,
     is_sharded,
     loose_optimizers,
     replaceable_buffers,
 )
+from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
-from keras_nanguard._backends.torch.undo_log import UndoLog, storage
+from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
-from keras_nanguard._backends.torch.watch import COMMUNICATING, Watch, written_by
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.attributes import give_back_tensors
@@ -272,20 +273,20 @@ class Replay(interface.Replay):
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
         weights = _natives(getattr(model, "trainable_variables", ()))
-        watch = Watch(set(map(id, weights)))
+        late_writes = LateWrites(set(map(id, weights)))
 
         def on_update(record: Update) -> None:
-            watch.begin()
+            late_writes.begin()
             if immediate or record.evaluates:
-                with watch.during(record):
+                with late_writes.during(record):
                     record.run()
 
         with contextlib.ExitStack() as stack:
-            _WITHOUT_ERROR.enter(watch)
-            stack.callback(_WITHOUT_ERROR.leave, watch)
-            watch.wait(stack)
+            _WITHOUT_ERROR.enter(late_writes)
+            stack.callback(_WITHOUT_ERROR.leave, late_writes)
+            late_writes.wait(stack)
             intercept = Intercept(model, optimizers)
-            yield stack.enter_context(intercept.running(on_update, watch.around_backward))
+            yield stack.enter_context(intercept.running(on_update, late_writes.around_backward))
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -38,7 +38,7 @@ from keras_nanguard._backends.torch.history_update import learned_from
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import Facts, StepContext
+from keras_nanguard._backends.torch.step_context import StepContext, StepDefinition
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
@@ -114,7 +114,7 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
-        facts: what does not change from one step to the next.
+        definition: what does not change from one step to the next.
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
     """
@@ -133,7 +133,7 @@ class Transaction(interface.Transaction):
         compiled: Intercept | None = None,
     ):
         losses = losses_in_logs if of_trainer else scalars
-        self.facts = Facts(body, run, losses, stock, jit)
+        self.definition = StepDefinition(body, run, losses, stock, jit)
         self.replayed, self.losses, self.jit = body, losses, jit  # for the host
         self.model, self.compiled = run.model if of_trainer else None, compiled
         self.learned = Learned()
@@ -170,9 +170,9 @@ class Transaction(interface.Transaction):
             self.compiled = None
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
-            self.parts = self.facts.read_parts()
+            self.parts = self.definition.read_parts()
         self.given = Given.of(args)
-        context = StepContext.of(self.facts, self.parts, learned, self._intercept())
+        context = StepContext.of(self.definition, self.parts, learned, self._intercept())
         try:
             outputs, verdict, self.learned = self._complete(context, args)
         except BaseException:
@@ -188,9 +188,9 @@ class Transaction(interface.Transaction):
         """Whether the last step has changed something outside of the train state, which is read
         again only if it may have: the step may have created slots.
         """
-        if not log.has_changed_outside(_known(self.parts, outputs)):
+        if not log.outside.last(_known(self.parts, outputs)):
             return False
-        return log.has_changed_outside(_known(self.facts.read_parts(), outputs))
+        return log.outside.last(_known(self.definition.read_parts(), outputs))
 
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]
@@ -198,26 +198,26 @@ class Transaction(interface.Transaction):
         """Run a step; commit or refuse it. Return what `run_step` does, and what the steps have
         shown.
         """
-        result = execution.run(context, args)
-        at_end = partial(judge, context, result.outputs, result.raised, bool(result.updates))
-        judged = result.judged or at_end()
+        ran = execution.run(context, args)
+        at_end = partial(judge, context, ran.outputs, ran.raised, bool(ran.updates))
+        judged = ran.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
-        context.facts.run.agreement.hear(judged.news)
-        learned = learned_from(context, result, judged)
+        context.definition.run.agreement.hear(judged.news)
+        learned = learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 self.reports.append(execution.report(context, judged, args))
-            if context.facts.run.refuses:
-                return result.outputs, execution.refuse(context, judged), learned
-        return result.outputs, *execution.commit(context, result, judged, learned)
+            if context.definition.run.refuses:
+                return ran.outputs, execution.refuse(context, judged), learned
+        return ran.outputs, *execution.commit(context, ran, judged, learned)
 
     def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        facts, optimizers = self.facts, self.parts.train_state.optimizers
-        if not facts.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (facts.stock or facts.jit))
-        self.compiled = self.compiled or Intercept(self.model, optimizers, facts.body)
+        definition, optimizers = self.definition, self.parts.train_state.optimizers
+        if not definition.jit or self.learned.is_fresh:
+            return Intercept(self.model, optimizers, roots=not (definition.stock or definition.jit))
+        self.compiled = self.compiled or Intercept(self.model, optimizers, definition.body)
         return self.compiled
 
     def inherit(self, other: interface.Transaction) -> None:
@@ -234,7 +234,7 @@ class Transaction(interface.Transaction):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self.facts.read_parts())
+        return bool(unread) and not are_finite(unread, self.definition.read_parts())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

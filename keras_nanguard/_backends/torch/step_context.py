@@ -20,8 +20,8 @@ from keras_nanguard._keras import attributes as keras_attributes
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts about a step that do not change from one run of it to the next.
+class StepDefinition:
+    """What does not change from one run of a step to the next.
 
     Attributes:
         losses: returns the losses among the outputs of a body that shows none.
@@ -56,7 +56,7 @@ class StepContext:
         versions: the watched tensors of the train state by their `id`, with their versions.
     """
 
-    facts: Facts
+    definition: StepDefinition
     parts: StateTensors
     learned: Learned
     intercept: Intercept
@@ -65,13 +65,13 @@ class StepContext:
 
     @classmethod
     def of(
-        cls, facts: Facts, parts: StateTensors, learned: Learned, intercept: Intercept
+        cls, definition: StepDefinition, parts: StateTensors, learned: Learned, intercept: Intercept
     ) -> StepContext:
         """Return the step, with copies of what it may write unnoticed."""
-        log = _undo_log(facts, parts, learned, intercept.compiled is not None)
-        watched = parts.small_state if facts.stock else parts.all
+        log = _undo_log(definition, parts, learned, intercept.compiled is not None)
+        watched = parts.small_state if definition.stock else parts.all
         versions = {id(t): (t, t._version) for t in watched}
-        return cls(facts, parts, learned, intercept, log, versions)
+        return cls(definition, parts, learned, intercept, log, versions)
 
     @property
     def is_compiled(self) -> bool:
@@ -82,7 +82,7 @@ class StepContext:
     def keeps_undo(self) -> bool:
         """Whether it is updated at once, with the old values kept."""
         keeps_undo = self.is_compiled or self.learned.is_fresh or self.learned.keeps_undo
-        return self.facts.may_undo_update and keeps_undo
+        return self.definition.may_undo_update and keeps_undo
 
     def release(self) -> None:
         """Release all copies and records, so that an exception that refers to it keeps none."""
@@ -123,8 +123,10 @@ class StepContext:
         return {id(t): (t, t._version) for t in tensors}
 
 
-def _undo_log(facts: Facts, parts: StateTensors, learned: Learned, is_compiled: bool) -> UndoLog:
-    undoes_updates = facts.may_undo_update
+def _undo_log(
+    definition: StepDefinition, parts: StateTensors, learned: Learned, is_compiled: bool
+) -> UndoLog:
+    undoes_updates = definition.may_undo_update
     uncounted = [*parts.unlisted, *learned.uncounted.values()]
     kept = list(learned.untracked.values())
     if learned.is_fresh:
@@ -138,7 +140,7 @@ def _undo_log(facts: Facts, parts: StateTensors, learned: Learned, is_compiled: 
     attributes = parts.attributes(every=learned.is_fresh)
     log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
     log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
-    # `Watch` keeps those of an eager step when they update.
+    # `LateWrites` keeps those of an eager step when they update.
     for optimizer in parts.loose if undoes_updates and is_compiled else ():
         log.at_undo(id(optimizer), optimizer.held())
     return log

@@ -2,14 +2,14 @@
 
 An eager step cannot be inspected before it runs, so its writes are recorded, in its thread only:
 
-- Variables that Keras writes are kept before their first write, through `WRITES`. So are learning
-  rate schedulers and gradient scalers of torch.
+- Variables that Keras writes are kept before their first write, through `RECORDED_WRITES`. So are
+  learning rate schedulers and gradient scalers of torch.
 - Before the step, `step_context` keeps torch's random generators, attributes of layers, wrapped
   optimizers, buffers, and tensors that a step was seen to write past Keras; in the first steps it
   keeps all tensors of the train state.
 - The gradients that the step finds are kept before it first adds to them, or uses them.
 - If the step continues after its update, `keep_updated` keeps weights and slots before it.
-- `Watch` keeps other tensors that the step writes in place after its update.
+- `LateWrites` keeps other tensors that the step writes in place after its update.
 
 So a healthy step mostly copies its small state (statistics, seeds, metrics), each once.
 
@@ -25,12 +25,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.weak import TensorWeakRef
 
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.modules import kept_settings
+from keras_nanguard._backends.torch.found_gradients import FoundGradients
+from keras_nanguard._backends.torch.outside_state import (
+    OutsideChanges,
+    place_of,
+    scaler_restorers,
+    scheduler_restorer,
+    tensor_restorer,
+)
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.overrides import ThreadOverrides
 from keras_nanguard._keras.tensors import local
@@ -82,10 +87,8 @@ class UndoLog:
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
-        gradients: each tensor of `holders` whose gradient is kept, with this gradient. `None` until
-            the step has added to one, or used one.
-        adds_by_hand: whether the step has written a gradient that it has found, before its first
-            backward pass or update that is seen. `None` if it has found none, or is not so far.
+        gradients: those that the step has found.
+        outside: whether it has changed anything else.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
     """
 
@@ -98,15 +101,10 @@ class UndoLog:
         holders: Iterable[Any] = (),
     ):
         self.kept: dict[int, Kept] = {}
-        self.gradients: list[tuple[Any, Any]] | None = None
-        # A step that clears them first is to release their memory.
-        found = [(p, p.grad) for p in holders if p.grad is not None]
-        self._found = [(p, TensorWeakRef(grad), _version_of(local(grad))) for p, grad in found]
-        self.adds_by_hand: bool | None = None
+        self.gradients = FoundGradients(holders)
+        self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
         self._is_replay, self._apart = is_replay, set(map(id, apart))
-        self._changed_objects = False
-        self._outside: list[StorageWeakRef] = []  # many of these tensors are gone after the step
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         # The state of a generator takes a microsecond, and does not wait for a device.
         restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
@@ -125,41 +123,18 @@ class UndoLog:
             known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
         return known
 
-    def note_gradients(self) -> None:
-        """Note whether the step has written the gradients that it has found. Of those that are kept
-        already forget the ones that it has cleared or replaced.
-        """
-        if self.adds_by_hand is not None or not self._found:
-            return
-        found = [(p, ref(), version) for p, ref, version in self._found]
-        written = {id(g) for _, g, v in found if g is not None and _version_of(local(g)) != v}
-        self.adds_by_hand = bool(written)
-        if self.gradients is not None:
-            self.gradients = [(p, g) for p, g in self.gradients if p.grad is g or id(g) in written]
-
-    def keep_gradients(self) -> list[tuple[Any, Any]]:
-        """Keep the gradients that the step has found, and neither cleared nor replaced; return
-        those that are kept, each with its tensor.
-        """
-        if self.gradients is None:
-            pairs = [(p, p.grad, found) for p, found, _ in self._found]
-            self.gradients = [(p, g) for p, g, found in pairs if g is not None and found() is g]
-            for _, gradient in self.gradients:
-                self.keep(local(gradient))
-        return self.gradients
+    def keep_gradients(self) -> None:
+        """Keep the gradients that the step has found, and neither cleared nor replaced."""
+        for _, gradient in self.gradients.choose():
+            self.keep(local(gradient))
 
     def give_back_gradients(self, holders: Iterable[Any]) -> None:
         """Restore the gradients that are kept, those of `torch.inference_mode` without their
-        values; for all other tensors leave none. A bad sum, which no later step could correct, is
-        dropped.
+        values; for all other tensors leave none.
         """
-        self.note_gradients()
-        kept = self.keep_gradients()
-        for holder in holders:
-            holder.grad = None
-        for holder, gradient in kept:
-            if reductions.are_finite([self.before(local(gradient))]):
-                holder.grad = gradient
+        self.gradients.note_writes()
+        self.keep_gradients()
+        self.gradients.give_back(holders, lambda g: reductions.are_finite([self.before(local(g))]))
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
         """Keep what an update is about to write: these tensors, and the optimizer's other state."""
@@ -170,51 +145,23 @@ class UndoLog:
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
-        key = _place(tensor)
+        key = place_of(tensor)
         known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
         if not (known or tensor.is_inference()):
-            self._restores[key] = _restorer(tensor)
-            if tensor.layout == torch.strided:
-                self._outside.append(StorageWeakRef(tensor.untyped_storage()))
-            else:
-                self._changed_objects = True
+            self._restores[key] = tensor_restorer(tensor)
+            self.outside.note_tensor(tensor)
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
-        self._changed_objects = True
-        attributes = dict(vars(scheduler))
-        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-        restore_settings = kept_settings(groups)
-
-        def restore() -> None:
-            vars(scheduler).clear()
-            vars(scheduler).update(attributes)
-            restore_settings()
-
-        self.at_undo(id(scheduler), restore)
+        self.outside.note_object()
+        self.at_undo(id(scheduler), scheduler_restorer(scheduler))
 
     def keep_scaler(self, scaler: Any) -> None:
-        """Keep which optimizers a gradient scaler has unscaled. Keep its scale, and where it has
-        found Inf, only for a replay: a refused step is to lower the scale, perhaps after its end.
-        """
-        if not scaler.is_enabled():
-            return
-        self._changed_objects = True
-        stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
-
-        def restore_stages() -> None:
-            states, found_inf = scaler._per_optimizer_states, "found_inf_per_device"
-            found = {} if self._is_replay else {k: s[found_inf] for k, s in states.items()}
-            states.clear()
-            states.update(stages)
-            for key, value in found.items():
-                states[key][found_inf] = value
-
-        self.at_undo(id(scaler), restore_stages)
-        for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
-            if isinstance(tensor, torch.Tensor):
-                restore = partial(tensor.copy_, tensor.clone())
-                self.at_undo(_place(tensor), restore if self._is_replay else lambda: None)
+        """Keep the state of a gradient scaler that is about to change."""
+        if scaler.is_enabled():
+            self.outside.note_object()
+            for key, restore in scaler_restorers(scaler, self._is_replay):
+                self.at_undo(key, restore)
 
     def at_undo(self, key: Any, restore: Callable[[], None]) -> None:
         """Call a function when the writes are undone, unless there is one of this key."""
@@ -231,11 +178,11 @@ class UndoLog:
         return [kept.tensor for kept in self.kept.values() if kept.is_written]
 
     def __enter__(self) -> UndoLog:
-        WRITES.enter(self)
+        RECORDED_WRITES.enter(self)
         return self
 
     def __exit__(self, *details: Any) -> None:
-        WRITES.leave(self)
+        RECORDED_WRITES.leave(self)
 
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
@@ -258,21 +205,8 @@ class UndoLog:
                 if kept.is_written or kept.differs:
                     keras_variables.write_tensor(kept.tensor, kept.value)
 
-    def has_changed_outside(self, known: Iterable[Any]) -> bool:
-        """Return, after `release`, whether the step has changed schedulers, scalers, or tensors
-        outside of the train state that still exist.
-
-        Args:
-            known: tensors that do not count. They are only looked at if others still exist.
-        """
-        left = {ref for ref in self._outside if not ref.expired()}
-        if left and not self._changed_objects:
-            dense = (t for t in map(local, known) if t.layout == torch.strided)
-            left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
-        return self._changed_objects or bool(left)
-
     def release(self) -> None:
-        self.gradients, self._found = None, []
+        self.gradients.release()
         self.kept.clear()
         self._restores.clear()
 
@@ -314,7 +248,7 @@ def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
             yield kind, {name: _keeping(keep) for name in names if name in vars(kind)}
 
 
-WRITES = ThreadOverrides(
+RECORDED_WRITES = ThreadOverrides(
     keras_variables.VARIABLE,
     {keras_variables.ASSIGN: _keeping(UndoLog.note), keras_variables.INITIALIZE: _initialize},
     _companions,
@@ -324,39 +258,4 @@ WRITES = ThreadOverrides(
 
 def is_undone_as_a_whole() -> bool:
     """Whether an undo log around that of an eager step restores everything that it writes."""
-    return len(WRITES.inside()) > 1
-
-
-def _version_of(tensor: Any) -> int:
-    """Return how many writes torch has counted: in `torch.inference_mode` it counts none."""
-    return 0 if tensor.is_inference() else int(tensor._version)
-
-
-def storage(tensor: Any) -> int:
-    """Return the address of the memory of a tensor."""
-    try:
-        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
-    except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
-        return id(tensor)
-
-
-def _restorer(tensor: Any) -> Callable[[], None]:
-    """Return a function that restores the value of a tensor, and its memory and shape, which `set_`
-    and `resize_` change; copies and pickles of tensors are created by `set_`.
-    """
-    alias = tensor.detach() if tensor.layout == torch.strided else tensor
-    value = alias.detach().clone()
-
-    def restore() -> None:
-        alias.copy_(value)
-        if alias is not tensor and _place(alias) != _place(tensor):
-            tensor.set_(alias)
-
-    return restore
-
-
-def _place(tensor: Any) -> Any:
-    """Return what is the same only for a tensor and its aliases of the same shape."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return len(RECORDED_WRITES.inside()) > 1

@@ -247,14 +247,13 @@ def test_state_checks_use_the_state_of_their_step(order, monkeypatch):
         def on_epoch_begin(self, epoch, logs=None):
             super().on_epoch_begin(epoch, logs)
             self.session.tasks.monitors.ceiling = -np.inf
-            self.session.run.due.clear()
-            self.session.run.next_due = np.inf
+            self.session.run.due = type(self.session.run.due)()
 
     due = []
     real = Session._run_due
 
     def tasks(self):
-        if self.run.step >= self.run.next_due:
+        if self.run.step >= self.run.due.next:
             due.append((self.run.step, sum(what == "start" for what, _ in order)))
         real(self)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.torch.modules import TorchOptimizer, tensors_in
-from keras_nanguard._backends.torch.undo_log import WRITES
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.overrides import ThreadOverrides
 from keras_nanguard._keras.tensors import local
@@ -40,7 +40,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     ]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[misc]
+class LateWrites(TorchDispatchMode):  # type: ignore[misc]
     """Keeps each tensor that the code of a step writes in place, in the undo logs of this thread.
 
     Args:
@@ -63,8 +63,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         ends the watch.
         """
         self._waiting = stack
-        _APPLY.enter(self)
-        stack.callback(_APPLY.leave, self)
+        _KERAS_UPDATES.enter(self)
+        stack.callback(_KERAS_UPDATES.leave, self)
         stack.callback(register_optimizer_step_pre_hook(self._before_torch_update).remove)
 
     def begin(self) -> None:
@@ -112,13 +112,13 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         """Keep what an optimizer of torch is about to write that only the body knows, or that
         another one wraps. One of other tensors is part of the computation, as in meta-learning.
         """
-        if self not in _APPLY.inside() or optimizer is getattr(self._updating, "of", None):
+        if self not in _KERAS_UPDATES.inside() or optimizer is getattr(self._updating, "of", None):
             return
         adapted = TorchOptimizer(optimizer, {})
         parameters = list(map(local, adapted.parameters))
         if any(id(parameter) in self._weights for parameter in parameters):
             self.note_update()
-            for undo_log in WRITES.inside() if self._has_begun else ():
+            for undo_log in RECORDED_WRITES.inside() if self._has_begun else ():
                 undo_log.at_undo(id(optimizer), adapted.held())
                 for parameter in parameters:
                     undo_log.keep(parameter)
@@ -129,20 +129,22 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         # Gradients that a backward pass adds up are not kept.
         if not self._is_paused and torch._C._current_graph_task_id() == -1:
             for tensor in map(local, tensors_in(written_by(func, args, kwargs))):
-                for undo_log in WRITES.inside():
+                for undo_log in RECORDED_WRITES.inside():
                     undo_log.keep_outside(tensor)
                 if not tensor.is_inference():
                     increment_version(tensor)  # within a mode torch does not count `_foreach_add_`
         return func(*args, **kwargs)
 
 
-def _applying(real: Callable[..., Any], inside: Sequence[Watch], *args: Any, **kwargs: Any) -> Any:
-    for watch in inside:
-        watch.note_update()
+def _applying(
+    real: Callable[..., Any], inside: Sequence[LateWrites], *args: Any, **kwargs: Any
+) -> Any:
+    for late_writes in inside:
+        late_writes.note_update()
     return real(*args, **kwargs)
 
 
-_APPLY = ThreadOverrides(
+_KERAS_UPDATES = ThreadOverrides(
     next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind)),
     {"apply": _applying},
 )

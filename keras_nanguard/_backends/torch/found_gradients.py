@@ -1,0 +1,75 @@
+"""The gradients that a step on torch finds, and may add to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.weak import TensorWeakRef
+
+from keras_nanguard._keras.tensors import local
+
+
+class FoundGradients:
+    """The gradients that a step finds. A refusal restores them if it has added to them.
+
+    Args:
+        holders: the tensors whose gradients the step may add to.
+
+    Attributes:
+        kept: each of these tensors whose gradient is to be restored, with this gradient. `None`
+            until the step has added to one, or used one.
+        added_by_hand: whether the step has written one before its first backward pass or update
+            that is seen. `None` if it has found none, or is not so far.
+    """
+
+    def __init__(self, holders: Iterable[Any]):
+        # A step that clears them first is to release their memory.
+        found = [(p, p.grad) for p in holders if p.grad is not None]
+        self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in found]
+        self.kept: list[tuple[Any, Any]] | None = None
+        self.added_by_hand: bool | None = None
+
+    def note_writes(self) -> None:
+        """Note whether the step has written them. Of those that are kept already forget the ones
+        that it has cleared or replaced.
+        """
+        if self.added_by_hand is not None or not self._found:
+            return
+        found = [(p, ref(), version) for p, ref, version in self._found]
+        written = {id(g) for _, g, v in found if g is not None and _version_of(g) != v}
+        self.added_by_hand = bool(written)
+        if self.kept is not None:
+            self.kept = [(p, g) for p, g in self.kept if p.grad is g or id(g) in written]
+
+    def choose(self) -> list[tuple[Any, Any]]:
+        """Return those to keep, each with its tensor: those that the step has neither cleared nor
+        replaced when it first asks.
+        """
+        if self.kept is None:
+            pairs = [(p, p.grad, found) for p, found, _ in self._found]
+            self.kept = [(p, g) for p, g, found in pairs if g is not None and found() is g]
+        return self.kept
+
+    def give_back(self, holders: Iterable[Any], was_finite: Callable[[Any], bool]) -> None:
+        """Restore those that are kept; for all other tensors leave none.
+
+        Args:
+            was_finite: whether a gradient was finite before the step. A bad sum, which no later
+                step could correct, is dropped.
+        """
+        for holder in holders:
+            holder.grad = None
+        for holder, gradient in self.choose():
+            if was_finite(gradient):
+                holder.grad = gradient
+
+    def release(self) -> None:
+        """Release all tensors."""
+        self.kept, self._found = None, []
+
+
+def _version_of(gradient: Any) -> int:
+    """Return how many writes torch has counted: in `torch.inference_mode` it counts none."""
+    tensor = local(gradient)
+    return 0 if tensor.is_inference() else int(tensor._version)
