@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, html
 from keras_nanguard._report.shown import ShownRun
 
@@ -17,9 +18,9 @@ def row(run: ShownRun) -> dict[str, Any]:
     """Return the row of a run in the comparison, as text; `""` for what is unknown.
 
     `first` is when the first incident happened, `causes` are the most frequent ones, `rate` is the
-    highest learning rate at the start, and `loss` the last loss.
+    highest learning rate at the start, and `loss` the last finite loss.
     """
-    loss = run.recording.series("loss", 120)[1]
+    _, loss, _ = measured(run.recording, "loss")
     rate = run.recording.series("learning_rate", 120)[2]
     return {
         "name": run.name,

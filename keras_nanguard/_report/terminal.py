@@ -25,6 +25,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.database import MEASURED
+from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, files
 from keras_nanguard._report.shown import ShownRun
 
@@ -171,11 +172,12 @@ def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
     room = max(width - 44, 16)
     curves = Table.grid(padding=(0, 2))
     for name in MEASURED:
-        _, low, high = recording.series(name, room)
-        if len(high):
+        _, values, _ = measured(recording, name)
+        if len(values):
+            _, _, high = recording.series(name, room)
             bars = curve(high.tolist(), _ASCII_BARS if ascii_only else _BARS)
             cells = (_text(name.replace("_", " "), "bold"), _text(bars, "cyan"))
-            curves.add_row(*cells, _text(f"{low[-1]:.4g}"))
+            curves.add_row(*cells, _text(f"{values[-1]:.4g}"))
     panels = (
         ("curves, lowest to highest; the last value", curves),
         ("incidents", _incidents(run.incidents)),

@@ -384,6 +384,16 @@ class TestSeveralRuns:
         assert any("x[217]" in line for line in reported)
         assert compare.common([ShownRun(name="a")]) == ["0 of 1 run had incidents."]
 
+    def test_the_last_loss_is_of_the_last_step(self):
+        """Not the lowest of the last steps, and of steps without a finite loss none."""
+        recording = synthetic(1200, 0)
+        recording.steps["loss"][:] = np.where(np.arange(1200) < 1191, 0.1, 50.0)
+        assert compare.row(run_of(recording))["loss"] == "50"
+        recording.steps["loss"][1195:] = np.nan
+        recording.steps["loss"][1194] = 40.0
+        assert compare.row(run_of(recording))["loss"] == "40"
+        assert compare.row(ShownRun(name="a"))["loss"] == ""
+
     def test_words_of_a_single_incident(self):
         """One incident, before the first step or at a step, is said in the singular and at one step."""
         before = Incident(0, 0, 0, (Finding("state"),), refused=False)

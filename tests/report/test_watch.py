@@ -36,6 +36,13 @@ def test_a_frame():
     assert "none" in text_of(synthetic(900, 0)) and "waiting" in text_of(Recording())
 
 
+def test_the_last_value_is_of_the_last_step():
+    """Not the lowest of the steps that share the last bar."""
+    recording = synthetic(1200, 0)
+    recording.steps["loss"][:] = np.where(np.arange(1200) < 1199, 0.1, 50.0)
+    assert re.search(r"loss +.+ 50 ", text_of(recording)) and " 0.1 " not in text_of(recording)
+
+
 def test_a_curve_of_the_whole_range_of_floats():
     """A range wider than the largest float64."""
     assert terminal.curve([-1.7e308, 0.0, 1.7e308], " 12345678") == "158"
