@@ -31,7 +31,7 @@ POINTS = 2000
 """Points of each curve."""
 
 _LISTED = ("rollback", "learning_rate", "firewall", "resume")
-_MAX_SAMPLES = 1000
+_MAX_ACTIONS, _MAX_SAMPLES = 200, 1000
 
 _PAGE = Path(__file__).parent / "page"
 
@@ -73,6 +73,7 @@ def page(run: ShownRun) -> str:
     recording = run.recording
     found = cards(run, steps)
     meta = recording.meta
+    actions = [event for event in recording.events if event.kind in _LISTED]
     data = {
         "charts": [chart for name in MEASURED if (chart := _chart(recording, name)) is not None],
         "marks": _marks(run, found),
@@ -89,7 +90,8 @@ def page(run: ShownRun) -> str:
         charts=data["charts"],
         samples=recording.samples[:_MAX_SAMPLES],
         more_samples=max(len(recording.samples) - _MAX_SAMPLES, 0),
-        events=[(e.step + 1, e.kind, e.text) for e in recording.events if e.kind in _LISTED][:200],
+        actions=actions[-_MAX_ACTIONS:],
+        earlier_actions=max(len(actions) - _MAX_ACTIONS, 0),
         policy=str(meta.get("policy", "")),
         versions=sorted(
             (str(name), str(version)) for name, version in meta.get("versions", {}).items()

@@ -208,6 +208,17 @@ def test_a_directory_that_several_fits_share():
     assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 
 
+def test_a_long_list_of_actions_has_the_last_ones():
+    """The number of earlier ones is said; of a short list none is missing."""
+    events = [Event(n, 0, 1e9 + n, "learning_rate", f"change {n}") for n in range(250)]
+    events.append(Event(250, 0, 2e9, "rollback", "back to the start"))
+    text = " ".join(Elements(page_of(replace(synthetic(300, 0), events=tuple(events)))).text)
+    assert "back to the start" in text and "change 51 " in text and "change 50 " not in text
+    assert "number of earlier ones: 51." in text
+    text = " ".join(Elements(page_of(replace(synthetic(300, 0), events=tuple(events[51:])))).text)
+    assert "change 51 " in text and "earlier ones" not in text
+
+
 def test_the_command_can_be_pasted():
     """The shell takes any folder name as one argument."""
     name = "runs/a b; rm -rf $HOME"
