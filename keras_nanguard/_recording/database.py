@@ -206,7 +206,8 @@ class Memory:
         options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
         self.connection = sqlite3.connect(":memory:", **options)
         make(self.connection)
-        self.rewrite()
+        self._unwritten: list[Statement] | None = None  # `None`: it is unknown what the file lacks
+        self._waiting = 0  # their number of rows
         with transaction(self.connection):
             for table, of_table in (rows or {}).items():
                 if table in _NUMBERED:  # the ids in a file can be anything
@@ -233,8 +234,7 @@ class Memory:
 
     def rewrite(self) -> None:
         """Note that it is unknown what the file lacks."""
-        self._waiting = 0
-        self._unwritten: list[Statement] | None = None
+        self._unwritten, self._waiting = None, 0
 
     def unwritten(self) -> list[Statement]:
         """Return the statements that the file lacks; they then count as written.

@@ -14,11 +14,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import gradient_norm
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
@@ -32,7 +31,7 @@ from keras_nanguard._recording.database import (
     insert,
     rows_of,
 )
-from keras_nanguard._recording.reading import writer_of
+from keras_nanguard._recording.rates import Rates
 from keras_nanguard._recording.recording import (
     COUNTED,
     BadSample,
@@ -41,7 +40,7 @@ from keras_nanguard._recording.recording import (
     from_rows,
     read,
 )
-from keras_nanguard._recording.writer import Writer, unwritten
+from keras_nanguard._recording.writer import Output, has_contents
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -50,9 +49,18 @@ MAX_PENDING = 4096
 """Maximum number of steps that wait for a write."""
 
 MAX_PLACES = 4096
+"""Number of places, the newest ones, in which the epoch of a step is looked up."""
 
 _KEPT_META = ("began", "base", "since")
 """Entries of `meta` that are kept from an earlier process."""
+
+
+class _Fit(NamedTuple):
+    """The current fit."""
+
+    base: int = 0  # its first step, counted across all fits
+    since: int = 0  # the first step of its run, which may consist of several resumed fits
+    scaled: bool = False  # whether its loss scale is recorded
 
 
 class Recorder:
@@ -61,7 +69,6 @@ class Recorder:
     No method that records raises: an error ends the writing of the file, not training.
 
     Attributes:
-        base: the first step of the current fit, counted across all fits.
         samples: the bad samples so far, by fingerprint and label: rows with the same contents
             share a fingerprint.
     """
@@ -69,21 +76,14 @@ class Recorder:
     def __init__(self, now: Callable[[], float] = time.time):
         self._now = now
         self._pending: deque[tuple[int, float, float, float, float, int]] = deque()
+        self._due = 0.0  # time of the next write
         self._memory = Memory()
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
-        self.base = 0
-        self._since = 0  # the first step of the last run, which may consist of several resumed fits
-        self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self.samples: dict[tuple[str, str], BadSample] = {}
-        self._scaled = False
-        self._due = self._rate_due = 0.0
-        self._last_rate: tuple[int, float] | None = None  # with the `id` of its step
-        self._epoch_id: int | None = None  # of the first step, if its rate is not known yet
-        self._owners = set[str]()  # it has written a file of one of these
-        self._writer: Writer | None = None  # during a fit
-        self._problem = self._reported = ""
-        self._lock = threading.RLock()
-        self._running = False
+        self._fit, self._running = _Fit(), False
+        self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
+        self._rates, self._output = Rates(), Output()
+        self._lock = threading.RLock()  # also for the rates and the output
         self.note(format=FORMAT, status="running")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,8 +91,7 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
-            return {**vars(self), **own}
+            return {**vars(self), "_lock": None, "_now": None, "_memory": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time, "_memory": Memory(state["_memory"])}
@@ -113,10 +112,7 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001  training does not need the recording
-            if self._writer is None:
-                self._problem = unwritten(error)
-            else:
-                self._writer.fail(error)
+            self._output.fail(error)
 
     # Steps
 
@@ -137,32 +133,24 @@ class Recorder:
         """Note that steps from this one on belong to an epoch that began with step `start`."""
         with self._changing():
             self._places.append((step, epoch, start))
-            self._epoch_id = self._memory.end
+            self._rates.begin_epoch(self._memory.end)
 
     @property
     def wants_rate(self) -> bool:
         """Whether it is time to read the learning rate again."""
-        return self._now() >= self._rate_due
+        return self._now() >= self._rates.due
 
     def rate(self, rate: float, ahead: bool = False) -> float | None:
         """Record the learning rate of the last step, or of the next one (`ahead`).
 
-        Returns the previous rate if it differs. If two successive readings are equal, all steps in
-        between had that rate; else it is unknown. Between the start of an epoch and its first
-        reading, the rate does not change.
+        Returns the last rate that was recorded in this fit, if it differs.
         """
-        last, epoch, rate = self._last_rate, self._epoch_id, float(rate)
-        self._rate_due = self._now() + INTERVAL
+        rate, before = float(rate), self._rates.last
         with self._changing():
-            at = self._memory.end - (not ahead)
-            known = [(rate, at, at + 1)]
-            if last is not None:
-                known.insert(0, (last[1], last[0], at if last[1] == rate else last[0] + 1))
-            if not ahead and epoch is not None:
-                known.insert(0, (rate, epoch, at))
-            self._last_rate, self._epoch_id = (at, rate), None
+            step = self._memory.end - (not ahead)
+            known = self._rates.read(rate, step, self._now(), ahead)
             self._memory.run(database.FILL_RATE, known)
-        return last[1] if last is not None and last[1] != rate else None
+        return before if before != rate else None
 
     def undo(self, step: int, again: Collection[int] = ()) -> None:
         """Mark the committed steps from this one on as undone.
@@ -199,39 +187,33 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
         """
         with self._changing():
-            self._running, self._scaled = True, scaled
+            self._running = True
             if path is not None:
                 self._open(path)
-            recorded = self._steps
-            self.base = recorded if resumed is None else min(self.base + resumed, recorded)
-            self._since = self.base if resumed is None else self._since
-            self._last_rate = None
-            self._epoch_id = None if self._epoch_id is None else self._memory.end
-            self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
+            base = since = recorded = self._steps
             if resumed is not None:
-                self.undo(0, again=range(recorded - self.base))
+                base, since = min(self.base + resumed, recorded), self._fit.since
+            self._fit = _Fit(base, since, scaled)
+            self._places = deque([(0, epoch, 0)], maxlen=MAX_PLACES)
+            self._rates.begin_fit(self._memory.end)
+            if resumed is not None:
+                self.undo(0, again=range(recorded - base))
             began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
             self._memory.run(began, [(as_json(self._now()),)])
-            self.note(**meta, base=self.base, since=self._since, format=FORMAT, status="running")
+            self.note(**meta, base=base, since=since, format=FORMAT, status="running")
             kind: EventKind = "begin" if resumed is None else "resume"
-            self.event(kind, 0, epoch, data={"base": self.base})
+            self.event(kind, 0, epoch, data={"base": base})
             self._write()
 
     def _open(self, path: Path) -> None:
         """Begin to write to a file, after what an earlier process has recorded there, if nothing is
         recorded yet.
         """
-        problem, self._problem = self._problem, ""
         with self._without_error():
-            there = path.exists() and path.stat().st_size > 0
-            if there and not self._memory.end:
+            continued = not self._memory.end and has_contents(path)
+            if continued:
                 self._continue(path)
-            if there and writer_of(path) not in self._owners:
-                raise GuardError(f"{path} is in use by another run; use one directory per run")
-            if problem or not there:
-                self._memory.rewrite()
-            self._writer = Writer(path, self.end_with_process)
-            self._owners.add(self._writer.name)
+            self._output.open(path, self._memory, continued, self.end_with_process)
 
     def _continue(self, path: Path) -> None:
         """Continue what an earlier process has recorded in a file, with the facts about this one.
@@ -244,10 +226,10 @@ class Recorder:
         kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
         meta = [*rows_of(self._memory.connection)["meta"], *kept]
         self._memory = Memory({**rows, "meta": meta})
-        self.base, self._since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        base, since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
+        self._fit = _Fit(base, since)
         self._counts = Counter({name: earlier.meta.get(name, 0) for name in COUNTED})
         self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
-        self._owners.add(writer_of(path))
 
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
@@ -282,9 +264,7 @@ class Recorder:
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._write()
-        if self._writer is not None:
-            self._writer.close()
-            self._problem, self._writer = self._writer.problem, None
+        self._output.close()
 
     def end_with_process(self) -> None:
         """End the steps without a fit when the process exits: failed if by an exception."""
@@ -294,11 +274,7 @@ class Recorder:
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        found = self._problem if self._writer is None else self._writer.problem
-        if found == self._reported:
-            return ""
-        self._reported = found or self._reported
-        return found
+        return self._output.problem()
 
     # Results
 
@@ -308,7 +284,7 @@ class Recorder:
         The mean is NaN without such steps, and the loss scale is 1 if there is none. In a very long
         epoch, only the steps that are kept count.
         """
-        own, at = "FROM steps WHERE epoch = ? AND step >= ? AND", (epoch, self._since)
+        own, at = "FROM steps WHERE epoch = ? AND step >= ? AND", (epoch, self._fit.since)
         good = f"status = {COMMITTED} AND NOT undone AND abs(gradient_norm) < 9e999"
         last = "loss_scale IS NOT NULL ORDER BY id DESC LIMIT 1"
         mean = scale = None
@@ -316,6 +292,11 @@ class Recorder:
             mean = self._memory.one(f"SELECT avg(gradient_norm) {own} {good}", at)
             scale = self._memory.one(f"SELECT loss_scale {own} {last}", at)
         return math.nan if mean is None else mean, 1.0 if scale is None else scale
+
+    @property
+    def base(self) -> int:
+        """The first step of the current fit, counted across all fits."""
+        return self._fit.base
 
     @property
     def recording(self) -> Recording:
@@ -342,27 +323,29 @@ class Recorder:
         Args:
             always: whether to write also if the file still writes the last changes.
         """
-        if self._writer is not None and (always or self._writer.ready):
+        writer = self._output.writer
+        if writer is not None and (always or writer.ready):
             self.note(written=self._now(), **self._counts)
-            self._writer.put(self._memory.unwritten())
+            writer.put(self._memory.unwritten())
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
         """Put the pending steps into the database."""
         if not (count := len(self._pending)):
             return
-        rows = np.array([self._pending.popleft() for _ in range(count)], np.float64)
-        step, loss, squares, scale, moment, status = rows.T
+        pending = np.array([self._pending.popleft() for _ in range(count)], np.float64)
+        step, loss, squares, scale, moment, status = pending.T
         steps, places = step.astype(np.int64), np.array(self._places, np.int64)
         _, epoch, start = places[np.searchsorted(places[:, 0], steps, "right") - 1].T
+        unknown = np.full(count, np.nan)
         columns = (
             steps + self.base,
             epoch,
             np.maximum(steps - start, 0),
             loss,
             np.array(list(map(gradient_norm, squares.tolist(), scale.tolist()))),
-            np.full(count, np.nan),  # the learning rate
-            scale if self._scaled else np.full(count, np.nan),
+            unknown,  # the learning rate
+            scale if self._fit.scaled else unknown,
             moment,
             status.astype(np.int64),
             np.zeros(count, np.int64),  # undone
