@@ -67,10 +67,10 @@ def look_policy(path: Path) -> None:
 def _plain_page() -> str:
     from keras_nanguard._core.incident import Diagnosis, Finding, Incident
     from keras_nanguard._report import html
-    from keras_nanguard._report.shown import ShownRun
+    from keras_nanguard._report.reported_run import ReportedRun
 
     found = Incident(1, 0, 1, (Finding("loss"),), diagnosis=Diagnosis("unknown"))
-    return html.page(ShownRun([found]))
+    return html.page(ReportedRun([found]))
 
 
 def warmed_up() -> None:
@@ -80,18 +80,18 @@ def warmed_up() -> None:
     from rich.console import Console
 
     from keras_nanguard._report import compare
-    from keras_nanguard._report.shown import ShownRun
+    from keras_nanguard._report.reported_run import ReportedRun
 
     Console(file=io.StringIO(), width=20).print("\N{CJK UNIFIED IDEOGRAPH-754C} :smile: [bold]x[/]")
-    compare.page([ShownRun(name="a")])
+    compare.page([ReportedRun(name="a")])
     _plain_page()
 
 
 def _shown_incidents(path: Path) -> None:
     from rich.console import Console
 
-    from keras_nanguard._report import compare, console, files, html, terminal
-    from keras_nanguard._report.shown import ShownRun
+    from keras_nanguard._report import closing_table, compare, console, dashboard, files, html
+    from keras_nanguard._report.reported_run import ReportedRun
 
     run = files.read(path)
     incidents = run.incidents
@@ -103,13 +103,13 @@ def _shown_incidents(path: Path) -> None:
         repr(incident)
     if not chosen(path, 4):
         return
-    runs = [run, ShownRun((), run.recording, name="b")]
+    runs = [run, ReportedRun((), run.recording, name="b")]
     check_printed(compare.text(runs), "comparison")
     check_page(compare.page(runs), _plain_page())
     screen = io.StringIO()
-    Console(file=screen, width=100, force_terminal=False).print(terminal.frame(run, 100))
+    Console(file=screen, width=100, force_terminal=False).print(dashboard.frame(run, 100))
     check_printed(screen.getvalue(), "watch")
-    check_printed(terminal.table_text(incidents, run.summary), "table")
+    check_printed(closing_table.table_text(incidents, run.summary), "table")
 
 
 def recording_at(recipe: Recipe, folder: Path) -> Path:
@@ -216,7 +216,7 @@ def look_bundle(path: Path) -> None:
     from keras_nanguard._files import bundles
     from keras_nanguard._report import cards
 
-    cards.shown(path, (0, 1, 5), "x")
+    cards.batch_rows(path, (0, 1, 5), "x")
     cards.layer_table(path)
     found = bundles.read(path)
     for _, array in (*found.state, *found.start):

@@ -37,7 +37,7 @@ from keras_nanguard._recording.recording import BadSample, Recording
 from keras_nanguard._report import files
 from keras_nanguard._report.console import summary
 from keras_nanguard._report.figure import curves
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 __all__ = ["NanGuard"]
 
@@ -455,9 +455,9 @@ class NanGuard(keras.callbacks.Callback):
         return found
 
     @property
-    def _run(self) -> ShownRun:
+    def _run(self) -> ReportedRun:
         """All fits so far, as reports show them."""
-        return ShownRun(self.incidents, self.recording, self.directory)
+        return ReportedRun(self.incidents, self.recording, self.directory)
 
     def _counted(self) -> Totals:
         """Return the numbers of steps of all fits so far."""

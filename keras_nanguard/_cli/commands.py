@@ -351,7 +351,7 @@ def _compared(given: argparse.Namespace) -> int:
 )
 def watch(given: argparse.Namespace) -> int:
     """Follow a guarded run in the terminal: curves and incidents."""
-    from keras_nanguard._report.terminal import watch as follow
+    from keras_nanguard._report.dashboard import watch as follow
 
     return output.FOUND if follow(given.directory, given.interval, given.once) else output.CLEAN
 

@@ -20,7 +20,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._report import terminal
+from keras_nanguard._report import closing_table
 from keras_nanguard.guard import NanGuard
 
 DEAD, OVERFLOWED, UNSCALED = (217, 905), (611,), (402, 1003)
@@ -122,5 +122,5 @@ def run(epochs: int = EPOCHS) -> int:
     for name, callbacks in (("stock Keras", []), ("NanGuard()", [guard])):
         accuracy, bad = train(data, callbacks, epochs)
         say(f"{name}: test accuracy {accuracy:.1%}, {bad} NaN and Inf in the model")
-    say(terminal.table_text(guard.incidents, "\nNanGuard() reported:"))
+    say(closing_table.table_text(guard.incidents, "\nNanGuard() reported:"))
     return 0 if bad == 0 and accuracy >= MIN_ACCURACY else 1

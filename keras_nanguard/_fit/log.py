@@ -21,7 +21,7 @@ from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.database import COMMITTED, NAME
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, EventKind
-from keras_nanguard._report import console, terminal
+from keras_nanguard._report import closing_table, console
 
 
 class Reporter:
@@ -91,7 +91,8 @@ class Reporter:
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             head = console.closing_line(counts.totals, len(incidents), self._details)
-            self.attempt("print a table", lambda: self.line(terminal.table_text(incidents, head)))
+            table = closing_table.table_text
+            self.attempt("print a table", lambda: self.line(table(incidents, head)))
 
     def line(self, text: str) -> None:
         """Print a line that is not about an incident, if there is one."""

@@ -28,7 +28,7 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
 from keras_nanguard._report.console import IncidentKind
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
@@ -67,8 +67,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ShownRow:
-    """A row of the batch of a bundle.
+class BatchRow:
+    """A row of the batch of a bundle, as a card shows it.
 
     Attributes:
         row: its index within the batch.
@@ -83,8 +83,8 @@ class ShownRow:
     columns: Sequence[Column]
 
 
-def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[ShownRow]:
-    """Return the display of some rows of the batch of a bundle.
+def batch_rows(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[BatchRow]:
+    """Return some rows of the batch of a bundle, as a card shows them.
 
     The displayed array is the one that is not finite in that row, else the culprit, else the first
     input.
@@ -94,7 +94,7 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[S
         culprit: the array to blame, as a diagnosis names it, or `""`.
     """
     parts = _parts(folder) if folder is not None and rows else []
-    found: list[ShownRow] = []
+    found: list[BatchRow] = []
     for row in rows:
         chosen = _chosen(parts, row, culprit)
         if chosen is None or len(found) == MAX_ROWS:
@@ -105,7 +105,7 @@ def shown(folder: Path | None, rows: Sequence[int], culprit: str = "") -> list[S
         picture = _picture(array[row], others)
         flat = others.reshape(len(others), array[row].size)
         columns = [] if picture else _columns(array[row].reshape(-1), flat)
-        found.append(ShownRow(row, argument_path(path), picture, columns))
+        found.append(BatchRow(row, argument_path(path), picture, columns))
     return found
 
 
@@ -206,13 +206,13 @@ class Card:
     outcomes: Sequence[tuple[Outcome, int]]
     code: str
     layers: str
-    rows: Sequence[ShownRow]
+    rows: Sequence[BatchRow]
     bundle: str
     replay: str
     labels: Sequence[str]
 
 
-def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
+def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
     """Return the cards in the order in which each kind first occurred.
 
     Args:
@@ -232,7 +232,7 @@ def cards(run: ShownRun, steps: Sequence[int]) -> list[Card]:
     return found
 
 
-def _card(run: ShownRun, kind: IncidentKind) -> Card:
+def _card(run: ReportedRun, kind: IncidentKind) -> Card:
     """Return the card of incidents."""
     recording, group = run.recording, kind.incidents
     folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
@@ -248,7 +248,7 @@ def _card(run: ShownRun, kind: IncidentKind) -> Card:
         outcomes=kind.outcomes.most_common(_MAX_OUTCOMES),
         code=snippet(diagnosis),
         layers="" if folder is None else layer_table(folder),
-        rows=shown(folder, diagnosis.samples, diagnosis.culprit),
+        rows=batch_rows(folder, diagnosis.samples, diagnosis.culprit),
         bundle=bundle,
         replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
         labels=[one.label for one in recording.samples if step in one.steps][:20],

@@ -9,12 +9,12 @@ from typing import Any
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, html
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 _MAX_CAUSES = 4
 
 
-def row(run: ShownRun) -> dict[str, Any]:
+def row(run: ReportedRun) -> dict[str, Any]:
     """Return the row of a run in the comparison, as text; `""` for what is unknown.
 
     `first` is when the first incident happened, `causes` are the most frequent ones, `rate` is the
@@ -34,7 +34,7 @@ def row(run: ShownRun) -> dict[str, Any]:
     }
 
 
-def _spark(run: ShownRun) -> str:
+def _spark(run: ReportedRun) -> str:
     """Return the SVG path of the losses of a run, 160 wide and 34 high, or `""` without data."""
     steps, _, values = (array.tolist() for array in run.recording.series("loss", 120))
     if len(steps) < 2:
@@ -47,7 +47,7 @@ def _spark(run: ShownRun) -> str:
     )
 
 
-def common(runs: Sequence[ShownRun]) -> list[str]:
+def common(runs: Sequence[ReportedRun]) -> list[str]:
     """Return sentences about the common properties of failed runs, and their differences from the
     others."""
     bad, good = [r for r in runs if r.incidents], [r for r in runs if not r.incidents]
@@ -74,26 +74,26 @@ def common(runs: Sequence[ShownRun]) -> list[str]:
     return found
 
 
-def _rate(run: ShownRun) -> float | None:
+def _rate(run: ReportedRun) -> float | None:
     highest = run.recording.series("learning_rate", 200)[2]
     return float(highest.max()) if len(highest) else None
 
 
-def text(runs: Sequence[ShownRun]) -> str:
+def text(runs: Sequence[ReportedRun]) -> str:
     """Return the comparison as lines of text."""
     lines = [*common(runs), ""]
     for run in runs:
-        shown = row(run)
-        steps = f"{shown['steps']} steps" if shown["steps"] else "steps unknown"
+        cells = row(run)
+        steps = f"{cells['steps']} steps" if cells["steps"] else "steps unknown"
         happened = "no incident"
-        if shown["incidents"]:
-            counted = times(shown["incidents"], "incident")
-            happened = f"{counted} (first: {shown['first']}): {shown['causes']}"
-        lines.append(f"{run.name}: {' '.join(filter(None, (shown['status'], steps)))}, {happened}")
+        if cells["incidents"]:
+            counted = times(cells["incidents"], "incident")
+            happened = f"{counted} (first: {cells['first']}): {cells['causes']}"
+        lines.append(f"{run.name}: {' '.join(filter(None, (cells['status'], steps)))}, {happened}")
     return console.printable("\n".join(lines))
 
 
-def page(runs: Sequence[ShownRun]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """Return the comparison as one HTML file."""
     rows = [row(run) | {"spark": _spark(run)} for run in runs]
     title = times(len(runs), "run")

@@ -21,11 +21,11 @@ def curves(recording: Recording) -> Any:
     """Return a figure with one panel for each measured column of a run, with marks for incidents,
     rollbacks and changed rates."""
     series = [(name.replace("_", " "), *recording.series(name, 1500)) for name in MEASURED]
-    shown = [panel for panel in series if len(panel[1])]
-    figure = _new_figure(9.0, 1.0 + 1.7 * max(len(shown), 1))
-    panels = figure.subplots(max(len(shown), 1), 1, sharex=True, squeeze=False)[:, 0]
+    recorded = [panel for panel in series if len(panel[1])]
+    figure = _new_figure(9.0, 1.0 + 1.7 * max(len(recorded), 1))
+    panels = figure.subplots(max(len(recorded), 1), 1, sharex=True, squeeze=False)[:, 0]
     at = {kind: [e.step + 1 for e in recording.events if e.kind == kind] for kind, *_ in _MARKS}
-    for axes, (title, step, low, high) in zip(panels, shown):
+    for axes, (title, step, low, high) in zip(panels, recorded):
         axes.fill_between(step + 1, low, high, alpha=0.3, linewidth=0)
         axes.plot(step + 1, high, linewidth=1.0)
         if low.min() > 0.0 and high.max() / low.min() > 50.0:
@@ -37,7 +37,7 @@ def curves(recording: Recording) -> Any:
             axes.vlines(at[kind], 0.0, height, **look, **across)
         axes.set_ylabel(title, fontsize=9)
         axes.grid(alpha=0.25)
-    if not shown:
+    if not recorded:
         panels[0].text(0.5, 0.5, "nothing is recorded yet", ha="center")
     elif any(at.values()):
         words = {word for kind, word, *_ in _MARKS if at[kind]}

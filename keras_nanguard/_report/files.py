@@ -17,13 +17,13 @@ from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording import database
 from keras_nanguard._recording.recording import BadSample, Recording, incidents as incidents_of
 from keras_nanguard._report import html
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 SAMPLE_COLUMNS = ("label", "index", "times", "steps", "reason", "fingerprint")
 """The header of a table of bad samples."""
 
 
-def write(run: ShownRun, path: str | os.PathLike[str]) -> Path:
+def write(run: ReportedRun, path: str | os.PathLike[str]) -> Path:
     """Write the incidents of a run to a file atomically, and return its path.
 
     Args:
@@ -87,7 +87,7 @@ def is_empty(directory: Path) -> bool:
     return not recorded and not any((directory / BUNDLES).glob("*"))
 
 
-def read(path: str | os.PathLike[str]) -> ShownRun:
+def read(path: str | os.PathLike[str]) -> ReportedRun:
     """Read a run from its recording. In a directory that is empty until its first transaction.
 
     Args:
@@ -106,4 +106,4 @@ def read(path: str | os.PathLike[str]) -> ShownRun:
         received = f"{str(file)!r}: {plain_text(error)}"
         remedy = "Read it with the version that wrote it."
         raise GuardError(expected("a recording of incidents", received, remedy)) from error
-    return ShownRun(found, recording, directory, os.fspath(path))
+    return ReportedRun(found, recording, directory, os.fspath(path))

@@ -25,7 +25,7 @@ from keras_nanguard._recording.recording import (
     thinned,
 )
 from keras_nanguard._report.cards import Card, cards
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 POINTS = 2000
 """Points of each curve."""
@@ -67,7 +67,7 @@ def rendered(template: str, data: Mapping[str, Any], **values: Any) -> str:
     return made
 
 
-def page(run: ShownRun) -> str:
+def page(run: ReportedRun) -> str:
     """Return the report of one run."""
     run, steps = _placed(run)
     recording = run.recording
@@ -99,7 +99,7 @@ def page(run: ShownRun) -> str:
     )
 
 
-def _placed(run: ShownRun) -> tuple[ShownRun, list[int]]:
+def _placed(run: ReportedRun) -> tuple[ReportedRun, list[int]]:
     """Return the run, and the step of each incident as the recording counts steps.
 
     The incidents are those of the recording, unless more are given: a recording drops old ones.
@@ -174,12 +174,12 @@ def _short(values: Any) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
-def _marks(run: ShownRun, shown: Sequence[Card]) -> dict[str, Any]:
+def _marks(run: ReportedRun, found: Sequence[Card]) -> dict[str, Any]:
     """Return the marks on the timeline, those of incidents with the number of their card. Steps
     count from 1, as on the console."""
     incidents = sorted(
         (step + 1, number, int(incident.refused))
-        for number, card in enumerate(shown)
+        for number, card in enumerate(found)
         for step, incident in zip(card.steps, card.group)
     )
     known, recording = {step for step, _, _ in incidents}, run.recording
@@ -197,7 +197,7 @@ def _marks(run: ShownRun, shown: Sequence[Card]) -> dict[str, Any]:
     }
 
 
-def _facts(run: ShownRun) -> list[tuple[str, str]]:
+def _facts(run: ReportedRun) -> list[tuple[str, str]]:
     recording, totals, meta = run.recording, run.totals, run.recording.meta
     facts = [
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
@@ -213,7 +213,7 @@ def _facts(run: ShownRun) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _healthy(run: ShownRun) -> str:
+def _healthy(run: ReportedRun) -> str:
     """Return the text for a run without incidents, or `""` before its first step."""
     if run.totals.overflows:
         overflows = "ordinary float16 overflows, which loss scaling handles"

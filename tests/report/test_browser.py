@@ -8,7 +8,7 @@ import pytest
 from support.recordings import HOSTILE, run_of, synthetic
 
 from keras_nanguard._report import compare, html
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="takes selenium")
 
@@ -174,7 +174,7 @@ def test_a_screen_reader_has_names(browser, pages):
 
 
 def test_several_runs(browser, tmp_path):
-    runs = [ShownRun((), synthetic(500, n, seed=n), name=f"trial {n}") for n in range(30)]
+    runs = [ReportedRun((), synthetic(500, n, seed=n), name=f"trial {n}") for n in range(30)]
     path = tmp_path / "all.html"
     path.write_text(compare.page(runs), encoding="utf-8")
     assert opened(browser, path, 390) < SECONDS and browser.get_log("browser") == []

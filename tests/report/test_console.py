@@ -11,7 +11,7 @@ from keras_nanguard import Diagnosis, Finding, Incident, NanGuard, Outcome
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report.terminal import MAX_ROWS, table_text
+from keras_nanguard._report.closing_table import MAX_ROWS, table_text
 
 pyte = pytest.importorskip("pyte", reason="needs the terminal emulator pyte")
 

@@ -71,7 +71,7 @@ def test_text_that_cannot_be_made(monkeypatch, what, capsys):
     def broken(*args, **kwargs):
         raise UnicodeEncodeError("ascii", "x", 0, 1, "no")
 
-    name = {"line": "console.brief_line", "table": "terminal.table_text", "epoch": "console.epoch_line"}[what]
+    name = {"line": "console.brief_line", "table": "closing_table.table_text", "epoch": "console.epoch_line"}[what]
     monkeypatch.setattr(f"keras_nanguard._report.{name}", broken)
     trained(NanGuard())
     assert capsys.readouterr().out.count("NanGuard: cannot print") == 1

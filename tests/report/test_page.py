@@ -24,7 +24,7 @@ from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event, incidents as recorded
 from keras_nanguard._report import cards, compare, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
@@ -72,11 +72,11 @@ def test_contents():
 def test_a_healthy_run():
     text = " ".join(Elements(page_of(synthetic(300, 0))).text)
     assert "every step was finite" in text and "Bad rows" not in text
-    assert "There are no incidents." in " ".join(Elements(html.page(ShownRun())).text), "there may be no recording at all"
+    assert "There are no incidents." in " ".join(Elements(html.page(ReportedRun())).text), "there may be no recording at all"
 
 
 def test_before_the_first_step():
-    text = " ".join(Elements(html.page(ShownRun((), Recorder().recording))).text)
+    text = " ".join(Elements(html.page(ReportedRun((), Recorder().recording))).text)
     assert "No step has run yet." in text and "running" not in text and "every step was finite" not in text
 
 
@@ -95,7 +95,7 @@ def test_hostile_names(name):
     data = page_of(synthetic(600, 8, name=name)).split('id="data">')[1].split("</script>")[0]
     assert len(data) > 1000 and not set(data) & set("<>&\u2028\u2029"), "browsers end a script at more than its end tag"
     assert name in "".join(one.text) and "49" not in [t.strip() for t in one.text]
-    one, other = (Elements(compare.page([ShownRun((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
+    one, other = (Elements(compare.page([ReportedRun((), synthetic(600, 8, name=called), name=called)])) for called in (name, "net"))
     assert [tag for tag, _ in one.found] == [tag for tag, _ in other.found] and name in "".join(one.text)
 
 
@@ -133,7 +133,7 @@ def test_a_log_that_is_ahead_of_the_recording():
     moved = [replace(event, step=event.step + 1000) for event in recording.events if event.step <= incidents[-2].step]
     behind = replace(recording, meta={**recording.meta, "base": 1000}, events=tuple(moved))
     assert len(incidents_of(behind)) == 3
-    marks = data_of(html.page(ShownRun(incidents, behind)))["marks"]
+    marks = data_of(html.page(ReportedRun(incidents, behind)))["marks"]
     assert marks["incidents"][0] == [i.step + 1001 for i in incidents]
 
 
@@ -171,10 +171,10 @@ def test_incidents_that_the_recording_has_dropped():
     recording = replace(recording, events=tuple(events), meta={**recording.meta, "base": 200})
     known = recorded(recording)
     other = replace(known[0][0], step=5)
-    shown, steps = html._placed(ShownRun([other, *(i for i, _ in known)], recording))
+    shown, steps = html._placed(ReportedRun([other, *(i for i, _ in known)], recording))
     assert [i.step for i in shown.incidents] == [5, *(i.step for i, _ in known)]
     assert steps == [205, *(step for _, step in known)]
-    shown, steps = html._placed(ShownRun([other]))
+    shown, steps = html._placed(ReportedRun([other]))
     assert shown.incidents == [other] and steps == [5]
 
 
@@ -204,7 +204,7 @@ def test_a_directory_that_several_fits_share():
     begin, back = Event(600, 0, 2e9, "begin", "", {"base": 600}), Event(650, 0, 2e9 + 1, "rollback", "back", {"to": 40, "undone": 10})
     foreign = Event(700, 0, 2e9 + 2, "incident", "", {"format": 99})
     both = replace(first, events=(*first.events, begin, back, replace(first.events[1], step=660), foreign))
-    marks = data_of(html.page(ShownRun(incidents_of(first)[:2], both)))["marks"]
+    marks = data_of(html.page(ReportedRun(incidents_of(first)[:2], both)))["marks"]
     assert marks["incidents"][0] == [*(i.step + 1 for i in incidents_of(first)), 661] and marks["rollbacks"][-1] == [641, 651, "back"]
 
 
@@ -222,13 +222,13 @@ def test_a_long_list_of_actions_has_the_last_ones():
 def test_the_command_can_be_pasted():
     """The shell takes any folder name as one argument."""
     name = "runs/a b; rm -rf $HOME"
-    (found,) = cards.cards(ShownRun([Incident(3, 0, 3, (), bundle=name)]), [3])
+    (found,) = cards.cards(ReportedRun([Incident(3, 0, 3, (), bundle=name)]), [3])
     assert shlex.split(found.replay) == ["keras-nanguard", "replay", name]
 
 
 def test_many_kinds_have_one_card_in_common():
     many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(MAX_CARDS + 50)]
-    found = cards.cards(ShownRun(many), range(len(many)))
+    found = cards.cards(ReportedRun(many), range(len(many)))
     assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
 
 
@@ -293,7 +293,7 @@ class TestBlamedRows:
         x = np.linspace(0, 1, 3 * 8 * 8).reshape(3, 8, 8, 1).astype("float32")
         x[1, 2, 3] = np.nan
         save_batch(folder, x, np.zeros(3, int))
-        (found,) = cards.shown(folder, [1])
+        (found,) = cards.batch_rows(folder, [1])
         png = base64.b64decode(found.picture.partition(",")[2])
         start = png.index(b"IDAT")
         lines = np.frombuffer(zlib.decompress(png[start + 4 :]), np.uint8).reshape(8, 25)
@@ -305,7 +305,7 @@ class TestBlamedRows:
         x = np.tile(np.arange(6.0), (5, 1)) + np.arange(5)[:, None] / 10
         x[2, 4], x[2, 1] = np.inf, 900.0
         save_batch(folder, x)
-        (found,) = cards.shown(folder, [2, 77])
+        (found,) = cards.batch_rows(folder, [2, 77])
         assert found.picture == "" and [c[0] for c in found.columns[:2]] == [1, 4]
         assert found.columns[0] == pytest.approx((1, 900.0, 1.0, 1.4, True)) and found.columns[2][4] is False
 
@@ -317,26 +317,26 @@ class TestBlamedRows:
         np.savez(folder / "batch.npz", **{"0": image, "1": age, "2": bits, "3": np.zeros(3, "float32")})
         about = {"batch": {"tuple": [{"tuple": [{"list": [0, 1, 2]}, 3]}]}, "dtypes": ["float32", "float32", "bfloat16", "float32"]}
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [(f.row, f.of) for f in cards.shown(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
+        assert [(f.row, f.of) for f in cards.batch_rows(folder, [0, 1, 2, -1])] == [(0, "x/0"), (1, "x/1"), (2, "x/2")]
         about["inputs"] = ["image", "age", ""]
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [f.of for f in cards.shown(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
-        assert cards.shown(folder, [2])[0].columns[0].value == np.inf and cards.shown(folder, [0])[0].picture
+        assert [f.of for f in cards.batch_rows(folder, [0, 1, 2], "inputs/age")] == ["x/age", "x/age", "x/2"]
+        assert cards.batch_rows(folder, [2])[0].columns[0].value == np.inf and cards.batch_rows(folder, [0])[0].picture
         blamed = Incident(1, 0, 1, (), diagnosis=Diagnosis("input_nonfinite", "", (1,)), bundle="incident-1")
-        (found,) = cards.cards(ShownRun([blamed], directory=folder.parents[1]), [1])
+        (found,) = cards.cards(ReportedRun([blamed], directory=folder.parents[1]), [1])
         assert found.rows[0].of == "x/age"
 
     @pytest.mark.parametrize("reported", ["{", "[]", '{"batch": 7, "dtypes": []}', '{"batch": {"tuple": 5}, "dtypes": 3}', "[" * 9999])
     def test_the_description_of_arrays_in_a_bundle_may_be_damaged(self, folder, reported):
         save_batch(folder, np.ones((3, 2)))
         (folder / "bundle.json").write_text(reported)
-        assert cards.shown(folder, [0]) == []
+        assert cards.batch_rows(folder, [0]) == []
 
     def test_arrays_next_to_an_omitted_one_are_shown(self, folder):
         save_batch(folder, np.ones((3, 2)))
         about = {"batch": {"tuple": [{"tuple": [{"dict": {"a": 0, "b": {"left_out": "object"}}}]}]}, "dtypes": ["float64"]}
         (folder / "bundle.json").write_text(json.dumps(about))
-        assert [f.of for f in cards.shown(folder, [0])] == ["x/a"]
+        assert [f.of for f in cards.batch_rows(folder, [0])] == ["x/a"]
 
     @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
     def test_unreadable_parts_are_omitted(self, folder, content):
@@ -345,7 +345,7 @@ class TestBlamedRows:
             (folder / "batch.npz").write_bytes(content)
         else:
             np.savez(folder / "batch.npz", **{"0": np.array([{}]) if content == "objects" else np.zeros(3)})
-        assert cards.shown(folder, [0]) == []
+        assert cards.batch_rows(folder, [0]) == []
 
     def test_objects_are_never_unpickled(self, folder, tmp_path):
         class Trap:
@@ -353,7 +353,7 @@ class TestBlamedRows:
                 return (Path.touch, (tmp_path / "sprung",))
 
         save_batch(folder, np.array([[Trap()]], dtype=object))
-        assert cards.shown(folder, [0]) == [] and not (tmp_path / "sprung").exists()
+        assert cards.batch_rows(folder, [0]) == [] and not (tmp_path / "sprung").exists()
 
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
         """A bundle is read from the run's directory by its last name, for any path."""
@@ -393,7 +393,7 @@ class TestSeveralRuns:
         assert reported[0] == "2 of 3 runs had incidents." and any("in 2 of them, first between step" in line for line in reported)
         assert "The highest learning rate was at least 0.001 in these runs, at most 1e-05 in others." in reported
         assert any("x[217]" in line for line in reported)
-        assert compare.common([ShownRun(name="a")]) == ["0 of 1 run had incidents."]
+        assert compare.common([ReportedRun(name="a")]) == ["0 of 1 run had incidents."]
 
     def test_the_last_loss_is_of_the_last_step(self):
         """Not the lowest of the last steps, and of steps without a finite loss none."""
@@ -403,16 +403,16 @@ class TestSeveralRuns:
         recording.steps["loss"][1195:] = np.nan
         recording.steps["loss"][1194] = 40.0
         assert compare.row(run_of(recording))["loss"] == "40"
-        assert compare.row(ShownRun(name="a"))["loss"] == ""
+        assert compare.row(ReportedRun(name="a"))["loss"] == ""
 
     def test_words_of_a_single_incident(self):
         """One incident, before the first step or at a step, is said in the singular and at one step."""
         before = Incident(0, 0, 0, (Finding("state"),), refused=False)
-        said = compare.text([ShownRun([before], name="a"), ShownRun(name="b")])
+        said = compare.text([ReportedRun([before], name="a"), ReportedRun(name="b")])
         assert "steps unknown, 1 incident (first: before the first step): 1 x nonfinite state" in said
         seen = [run_of(synthetic(400, 1, seed=seed), name=name) for name, seed in (("a", 0), ("b", 1))]
         assert any(line.endswith(f"first at step {seen[0].incidents[0].step + 1}.") for line in compare.common(seen))
-        page = html.page(ShownRun([before]))
+        page = html.page(ReportedRun([before]))
         assert "first: before the first step" in " ".join(Elements(page).text)
 
     def test_command(self, tmp_path, capsys):

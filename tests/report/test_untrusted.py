@@ -21,8 +21,8 @@ from keras_nanguard import Diagnosis, FileFormatError, GuardError, Incident, Rec
 from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads
 from keras_nanguard._diagnose.bundle import _readme
 from keras_nanguard._files import bundles
-from keras_nanguard._report import cards, console, files, html, terminal
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report import cards, console, dashboard, files, html
+from keras_nanguard._report.reported_run import ReportedRun
 
 ESCAPE = "\x1b]0;owned\x07"
 
@@ -60,7 +60,7 @@ def test_nothing_commands_a_terminal(tmp_path, capsys, name, form):
 def test_the_dashboard_shows_status_and_epochs_as_text():
     recording = Recording(meta={"model": ESCAPE, "status": ESCAPE, "epochs": 3})
     screen = io.StringIO()
-    Console(file=screen, width=80).print(terminal.frame(ShownRun((), recording)))
+    Console(file=screen, width=80).print(dashboard.frame(ReportedRun((), recording)))
     assert "owned" in screen.getvalue() and "\x1b" not in screen.getvalue()
 
 
@@ -109,17 +109,17 @@ def bundle(tmp_path):
 
 def test_links_and_pipes_in_a_bundle_are_not_followed(bundle, tmp_path):
     """Nothing from outside of the run's directory is shown, and no pipe is waited for."""
-    assert cards.layer_table(bundle) == "a table" and len(cards.shown(bundle, (0,))) == 1
+    assert cards.layer_table(bundle) == "a table" and len(cards.batch_rows(bundle, (0,))) == 1
     (tmp_path / "secret.txt").write_text("secret")
     np.savez(tmp_path / "secret.npz", **{"0": np.ones((2, 2), np.float32)})
     for name in ("layers.txt", "batch.npz"):
         (bundle / name).unlink()
         (bundle / name).symlink_to(tmp_path / f"secret{(bundle / name).suffix}")
-    assert cards.layer_table(bundle) == "" and cards.shown(bundle, (0,)) == []
+    assert cards.layer_table(bundle) == "" and cards.batch_rows(bundle, (0,)) == []
     for name in ("layers.txt", "batch.npz", "bundle.json"):
         (bundle / name).unlink()
         os.mkfifo(bundle / name)
-    assert cards.layer_table(bundle) == "" and cards.shown(bundle, (0,)) == []
+    assert cards.layer_table(bundle) == "" and cards.batch_rows(bundle, (0,)) == []
 
 
 HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846,), }"
@@ -135,7 +135,7 @@ def test_members_that_are_not_arrays_are_omitted(bundle, name):
     """A broken header, more than the free memory, no array: the page omits them."""
     with zipfile.ZipFile(bundle / "batch.npz", "w") as archive:
         archive.writestr("0.npy", HEADERS[name])
-    assert cards.shown(bundle, (0,)) == []
+    assert cards.batch_rows(bundle, (0,)) == []
 
 
 def test_a_member_that_unpacks_without_limit_is_omitted(bundle):
@@ -148,7 +148,7 @@ def test_a_member_that_unpacks_without_limit_is_omitted(bundle):
         archive.infolist()[0].CRC = zlib.crc32(buffer.getvalue())
     with pytest.raises(FileFormatError, match=r"stored or deflated.*numpy\.savez"):
         bundles.batch_arrays(bundle, 64 << 20)
-    assert cards.shown(bundle, (0,)) == []
+    assert cards.batch_rows(bundle, (0,)) == []
 
 
 def test_a_readme_has_no_control_characters():
@@ -178,7 +178,7 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
         inner[sorted(inner)[0]] = value
     else:
         data[name] = value
-    assert html.page(ShownRun((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))))
+    assert html.page(ReportedRun((), Recording(events=(recordings.Event(3, 0, 1.0, "incident", "", data),))))
     try:
         found = Incident.from_dict(data)
     except FileFormatError as error:
@@ -187,8 +187,8 @@ def test_an_incident_is_accepted_or_rejected(name, value, within):
     assert Incident.from_dict(json.loads(found.to_json())).to_json() == found.to_json()
     line = console.incident_line(found)
     assert all(c.isprintable() for c in line.replace("\n", " "))
-    assert ShownRun([found]).summary
-    assert html.page(ShownRun([found]))
+    assert ReportedRun([found]).summary
+    assert html.page(ReportedRun([found]))
 
 
 CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=8) | JSON.map(json_text)
@@ -212,7 +212,7 @@ def test_a_recording_is_accepted_or_rejected(table, data):
         except GuardError as error:
             assert len(str(error)) < 2000 and str(error).isprintable()
             return
-    assert repr(found) and len(found) >= 0 and html.page(ShownRun((), found))
+    assert repr(found) and len(found) >= 0 and html.page(ReportedRun((), found))
     screen = io.StringIO()
-    Console(file=screen, width=80).print(terminal.frame(ShownRun((), found)))
+    Console(file=screen, width=80).print(dashboard.frame(ReportedRun((), found)))
     assert "\x1b" not in screen.getvalue()

@@ -16,14 +16,14 @@ from support.recordings import run_of, synthetic, written
 
 from keras_nanguard import Recording
 from keras_nanguard._recording import database
-from keras_nanguard._report import files, terminal
+from keras_nanguard._report import dashboard, files
 
 pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
 
 
 def text_of(recording, width=110, **arguments):
     screen = Console(file=io.StringIO(), width=width)
-    screen.print(terminal.frame(run_of(recording), width, **arguments))
+    screen.print(dashboard.frame(run_of(recording), width, **arguments))
     return screen.file.getvalue()
 
 
@@ -45,8 +45,8 @@ def test_the_last_value_is_of_the_last_step():
 
 def test_a_curve_of_the_whole_range_of_floats():
     """A range wider than the largest float64."""
-    assert terminal.curve([-1.7e308, 0.0, 1.7e308], " 12345678") == "158"
-    assert terminal.curve([2.0, 2.0], " 12345678") == "11"
+    assert dashboard.curve([-1.7e308, 0.0, 1.7e308], " 12345678") == "158"
+    assert dashboard.curve([2.0, 2.0], " 12345678") == "11"
 
 
 def test_a_run_that_may_have_died():
@@ -108,7 +108,7 @@ def test_a_run_before_its_first_step(tmp_path, monkeypatch, made):
 
     screen = Screen(whole)
     monkeypatch.setattr(time, "sleep", screen.then)
-    assert terminal.watch(tmp_path, screen=screen)
+    assert dashboard.watch(tmp_path, screen=screen)
     assert "waiting" in screen.file.getvalue() and "net: finished" in screen.file.getvalue()
 
 
@@ -125,7 +125,7 @@ def test_files_that_become_unreadable(tmp_path, monkeypatch):
 
     screen = Screen(lambda: file.write_bytes(b"another file"), mend)
     monkeypatch.setattr(time, "sleep", screen.then)
-    terminal.watch(tmp_path, screen=screen)
+    dashboard.watch(tmp_path, screen=screen)
     shown = screen.file.getvalue()
     reported = re.sub(r"\x1b\[[0-9;]*m|[\W_]", "", shown)  # a line may break anywhere
     assert "whichisanotherfile" in reported and "netfinished" in reported.split("whichisanotherfile")[-1]
@@ -136,7 +136,7 @@ def test_a_pipe_that_takes_no_unicode(tmp_path, monkeypatch, encoding):
     run = synthetic(300, 2, name="n\u0119t")
     written(tmp_path, run)
     assert text_of(run, ascii_only=True).isascii() is False and "#" in text_of(replace(run, meta={}), ascii_only=True)
-    assert not set(terminal._BARS[1:]) & set(text_of(run, ascii_only=True))
+    assert not set(dashboard._BARS[1:]) & set(text_of(run, ascii_only=True))
     pipe = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", pipe)
     assert main(["watch", str(tmp_path)]) == main(["report", str(tmp_path / database.NAME)]) == 1
@@ -155,7 +155,7 @@ def test_it_follows_a_run_to_its_end(tmp_path):
     class Begin(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
-                threads.append(threading.Thread(target=terminal.watch, args=(tmp_path, 0.05), kwargs={"screen": screen}))
+                threads.append(threading.Thread(target=dashboard.watch, args=(tmp_path, 0.05), kwargs={"screen": screen}))
                 threads[0].start()
             begun.wait(0.2)
 

@@ -23,7 +23,7 @@ from keras_nanguard._recording.database import (
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Event
 from keras_nanguard._recording.writer import File
-from keras_nanguard._report.shown import ShownRun
+from keras_nanguard._report.reported_run import ReportedRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 """A name that would become markup if it were not escaped."""
@@ -118,9 +118,9 @@ def incidents_of(recording: Recording) -> list[Incident]:
     return [Incident.from_dict(event.data) for event in recording.events if event.kind == "incident"]
 
 
-def run_of(recording: Recording, **more: Any) -> ShownRun:
+def run_of(recording: Recording, **more: Any) -> ReportedRun:
     """Return the run of a recording, as reports show it."""
-    return ShownRun(incidents_of(recording), recording, **more)
+    return ReportedRun(incidents_of(recording), recording, **more)
 
 
 def _samples(bad: np.ndarray, name: str) -> tuple[BadSample, ...]:

@@ -1,107 +1,26 @@
-"""A run in a terminal: the table at the end of a run with incidents (counts, kinds, advice), and a
-dashboard from the files in its directory (curves, incidents, remaining limits of the policy)."""
+"""The live view of a run in a terminal, from the files in its directory: curves and incidents."""
 
 from __future__ import annotations
 
-import io
 import os
-import shutil
-import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from keras_nanguard._core.display import is_terminal
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, files
-from keras_nanguard._report.shown import ShownRun
-
-MAX_ROWS = 12
-"""Maximum number of rows."""
-
-WIDTH = 80
-"""Columns of the table; fewer in a narrower terminal."""
-
-OVERHEAD = 17
-"""Columns that borders and counts take."""
-
-
-def table(incidents: Sequence[Incident], width: int = WIDTH) -> Table:
-    """Return the table of the kinds of incidents, the most frequent first."""
-    cell = max((width - OVERHEAD) // 2, 12)
-    found = Table(box=box.ROUNDED, show_lines=True)
-    found.add_column("times", justify="right", no_wrap=True)
-    found.add_column("incident", max_width=cell, overflow="fold")
-    found.add_column("what to do", max_width=width - OVERHEAD - cell, overflow="fold")
-    groups = console.kinds(incidents)
-    for kind in groups[:MAX_ROWS]:
-        first = kind.first
-        advice = first.diagnosis.advice[:1] if first.diagnosis is not None else ()
-        lines = (str(kind), f"first: {first.moment}", f"action: {_done(kind)}")
-        words = "\n".join(lines), *(advice or ("",))
-        cells = (_fitted(console.printable(text), cell) for text in words)
-        found.add_row(str(len(kind.incidents)), *map(Text, cells))
-    if len(groups) > MAX_ROWS:
-        found.caption = Text(f"and {times(len(groups) - MAX_ROWS, 'more kind')} of incidents")
-    return found
-
-
-def _fitted(text: str, width: int) -> str:
-    """Return a text with paths short enough for a column, so that none is broken."""
-    lines = [line.split(" ") for line in text.split("\n")]
-    fitted = [[console.shortened(w, width) if "/" in w else w for w in line] for line in lines]
-    return "\n".join(map(" ".join, fitted))
-
-
-def _done(kind: console.IncidentKind) -> str:
-    """Return the actions for incidents, with counts if they differ."""
-    counts = Counter[str]()
-    for outcome, count in kind.outcomes.items():
-        counts[outcome.action] += count if outcome.status == "done" else 0
-    named = (
-        action if count == len(kind.incidents) else f"{count} x {action}"
-        for action, count in counts.most_common()
-        if count
-    )
-    return ", ".join(named) or "none"
-
-
-def table_text(incidents: Sequence[Incident], head: str) -> str:
-    """Return a line followed by the table, for the standard output.
-
-    It is coloured on a terminal, and in ASCII if the encoding requires it.
-    """
-    terminal = is_terminal()
-    width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) if terminal else WIDTH
-    page = io.StringIO()
-    screen = Console(
-        file=page,
-        width=width,
-        force_terminal=terminal,
-        no_color="NO_COLOR" in os.environ,
-        highlight=False,
-    )
-    found = table(incidents, width)
-    if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():
-        found.box = box.ASCII
-    screen.print(found)
-    return f"{console.printable(head)}\n{page.getvalue()}".rstrip("\n")
-
-
-# The dashboard
+from keras_nanguard._report.reported_run import ReportedRun
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0
@@ -133,9 +52,9 @@ def watch(
     screen = screen or Console(highlight=False)
     seen = _read(directory)
     if once or not screen.is_terminal:
-        screen.print(_shown(seen, screen))
+        screen.print(_display(seen, screen))
         return bool(seen.incidents)
-    with Live(_shown(seen, screen), console=screen, auto_refresh=False) as live:
+    with Live(_display(seen, screen), console=screen, auto_refresh=False) as live:
         try:
             while seen.recording.meta.get("status", "running") == "running":
                 time.sleep(interval)
@@ -144,18 +63,19 @@ def watch(
                     seen = _read(directory)
                 except GuardError as error:  # what cannot be read now may be read later
                     problem = str(error)
-                live.update(_shown(seen, screen, problem), refresh=True)
+                live.update(_display(seen, screen, problem), refresh=True)
         except KeyboardInterrupt:
             pass
     return bool(seen.incidents)
 
 
-def _read(directory: str | os.PathLike[str]) -> ShownRun:
+def _read(directory: str | os.PathLike[str]) -> ReportedRun:
     """Read the recording; before the first step there may be none."""
-    return ShownRun() if files.is_empty(Path(directory)) else files.read(directory)
+    return ReportedRun() if files.is_empty(Path(directory)) else files.read(directory)
 
 
-def _shown(seen: ShownRun, screen: Console, problem: str = "") -> Group:
+def _display(seen: ReportedRun, screen: Console, problem: str = "") -> Group:
+    """Return the display of a run for a screen, with the reason why it cannot be read now."""
     found = frame(seen, screen.width, ascii_only=screen.options.ascii_only)
     lines = [_text(f"Cannot be read: {problem}", "bold red")] if problem else []
     return Group(found, *lines)
@@ -166,7 +86,7 @@ def _text(text: str, style: str = "") -> Text:
     return Text(console.printable(text), style=style)
 
 
-def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
+def frame(run: ReportedRun, width: int = 100, ascii_only: bool = False) -> Group:
     """Return the display at one moment. Names are plain text, never markup."""
     recording = run.recording
     room = max(width - 44, 16)
@@ -182,15 +102,15 @@ def frame(run: ShownRun, width: int = 100, ascii_only: bool = False) -> Group:
         ("curves, lowest to highest; the last value", curves),
         ("incidents", _incidents(run.incidents)),
     )
-    shown = [
+    filled = [
         Panel(content, title=title, title_align="left")
         for title, content in panels
         if not isinstance(content, Table) or content.row_count
     ]
-    return Group(_head(run), *shown)
+    return Group(_head(run), *filled)
 
 
-def _head(run: ShownRun) -> Text:
+def _head(run: ReportedRun) -> Text:
     recording = run.recording
     meta, steps = recording.meta, recording.steps
     if not meta:

@@ -14,7 +14,7 @@ from keras_nanguard._report.console import summary, why
 
 
 @dataclass(frozen=True)
-class ShownRun:
+class ReportedRun:
     """A run, from memory or from its files.
 
     Attributes:
