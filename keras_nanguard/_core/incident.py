@@ -21,7 +21,16 @@ from keras_nanguard._core import plain_values
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
 from keras_nanguard._core.json_records import STORED, Whole, stored
-from keras_nanguard._core.literals import CAUSES, KINDS, NAMES_DATA, SITES, Cause, Kind, Site
+from keras_nanguard._core.literals import (
+    CAUSES,
+    KINDS,
+    NAMES_DATA,
+    RESULT_SITES,
+    SITES,
+    Cause,
+    Kind,
+    Site,
+)
 from keras_nanguard._core.plain_values import plain_text
 
 FORMAT = 1
@@ -373,7 +382,7 @@ def moment_of(incident: Incident, batch: str = "") -> str:
 def needs_user(incident: Incident) -> bool:
     """Return whether training ends, or a result of `evaluate` or `predict` is bad."""
     terminal = incident.decision is not None and incident.decision.terminal
-    return terminal or bool({"validation", "predictions"} & set(incident.sites))
+    return terminal or any(site in RESULT_SITES for site in incident.sites)
 
 
 class NonFiniteError(NanGuardError, FloatingPointError):

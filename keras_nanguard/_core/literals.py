@@ -72,6 +72,9 @@ SITES: tuple[str, ...] = get_args(Site)
 """Parts of a step that are checked, in causal order: an earlier site can cause a finding at a later
 one, never the reverse."""
 
+RESULT_SITES = ("validation", "predictions")
+"""The sites of results: those of `evaluate` and `predict` during training. They have no steps."""
+
 KINDS: tuple[str, ...] = get_args(Kind)
 """The kinds of findings.
 

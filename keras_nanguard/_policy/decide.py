@@ -30,9 +30,9 @@ from typing import Any
 from pydantic import Field
 
 from keras_nanguard._core.incident import Decision, Incident, Outcome
-from keras_nanguard._core.literals import causes_with
+from keras_nanguard._core.literals import RESULT_SITES, causes_with
 from keras_nanguard._policy.actions import REPORT, Action, Skip
-from keras_nanguard._policy.policy import RESULT_SITES, Policy
+from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.records import Record
 
 SHARE_WINDOW = 200

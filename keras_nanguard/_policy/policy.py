@@ -63,9 +63,6 @@ class Sections(TypedDict, total=False):
     rules: Any
 
 
-RESULT_SITES = ("validation", "predictions")
-"""The sites of results: those of `evaluate` and `predict` during training. They have no steps."""
-
 SECTIONS = tuple(Sections.__annotations__)
 """The sections of a policy."""
 

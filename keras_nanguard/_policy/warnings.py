@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
+from keras_nanguard._core.literals import RESULT_SITES
 from keras_nanguard._policy.actions import REPORT, Call
-from keras_nanguard._policy.policy import RESULT_SITES, Policy
+from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.records import nearest, safe_repr
 from keras_nanguard._policy.settings import matches_path
 
