@@ -82,7 +82,7 @@ EXPLAINED: tuple[Explained, ...] = (
     Explained("_policy/policy.py", "Sections", "class Sections(TypedDict, total=False):", (), "Only type checkers read it."),
     Explained(
         "_diagnose/evidence.py",
-        "Evidence.kind",
+        "Evidence.mechanism",
         "large = max((o.max_abs for o in operands), default=0.0) >= least",
         ("large = max((o.max_abs for o in operands), default=1.0) >= least",),
         "It is compared with 1,000 and more.",

@@ -213,7 +213,7 @@ class NanGuard(keras.callbacks.Callback):
             model: the model.
             optimizers: the optimizers of a loop without `fit`; by default those of the model.
         """
-        from keras_nanguard._diagnose.explain_step import Explainer
+        from keras_nanguard._diagnose.explainer import Explainer
 
         log = self._log
         own = (self.functions, self.directory, log.reporter.line)

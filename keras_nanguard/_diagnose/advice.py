@@ -12,7 +12,7 @@ from typing import Any
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.literals import CAUSE_WORDS, HINTS, LOW, NAMES_DATA
 from keras_nanguard._core.observations import BACKWARD
-from keras_nanguard._diagnose.causes import Conclusion
+from keras_nanguard._diagnose.causes import BECAUSE, Conclusion
 from keras_nanguard._diagnose.evidence import MAX_NORM, Evidence, OptimizerFacts
 from keras_nanguard._diagnose.sentences import at_rows
 
@@ -35,7 +35,7 @@ def advice(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
 
 
 def _holds(word: str, conditions: Mapping[str, Any]) -> bool:
-    return bool(conditions.get(word.lstrip("!"))) != word.startswith("!")
+    return bool(conditions[word.lstrip("!")]) != word.startswith("!")
 
 
 def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
@@ -67,14 +67,14 @@ def _items(e: Evidence) -> dict[str, list[dict[str, Any]]]:
 
 
 def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
-    """Return which conditions hold; the observation that decided (`Conclusion.because`) is one."""
+    """Return which conditions hold; the observation that decided is one of them."""
     origin, optimizers = e.replay.origin, e.run.optimizers
     untrained = not e.run.growth.steps and origin.phase == "forward"
     low = origin.dtype if origin.dtype in LOW else e.run.low_precision
     return {
-        v.because: True,
+        **{word: word == v.because for word in BECAUSE},
         "hinted": bool(_hint(e)),
-        "large": e.kind in ("exp", "overflow"),
+        "large": e.mechanism in ("exp", "overflow"),
         "cured": bool(v.samples) and e.trials.without_rows == "finite",
         "regularizer": origin.phase == "regularizer",
         "constants": any(part.constant for part in e.batch.inputs),
@@ -127,7 +127,7 @@ def _raw_inputs(e: Evidence) -> list[dict[str, Any]]:
 def _hint(e: Evidence) -> str:
     """Return the advice for the operation that produced the bad value, or for its layer."""
     op, own = e.replay.origin.op, HINTS.get(e.replay.origin.op, "")
-    overflowed = op == "Mul" and e.kind == "overflow"  # not 0 times Inf
+    overflowed = op == "Mul" and e.mechanism == "overflow"  # not 0 times Inf
     not_written = e.replay.origin.phase in BACKWARD and not op.endswith("Grad")  # by the user
     if overflowed or not_written:
         own = ""

@@ -34,7 +34,7 @@ from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.facts import RunView
+from keras_nanguard._diagnose.incident_evidence import RunView
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
 from keras_nanguard._files.formats.limits import MAX_JSON
@@ -76,13 +76,13 @@ def _drop_oldest(folder: Path, newest: Path) -> None:
 
 
 def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> None:
-    structure, arrays = _flattened(batch)
+    structure, arrays = _flatten(batch)
     notes = []
     if not bundles.can_be_read(arrays):
         structure, arrays = {"left_out": "the whole batch is too large"}, []
         notes.append("The batch was too large for the bundle: the step cannot be run again.")
     left = bundles.MAX_BYTES - _save(folder / "batch.npz", arrays)
-    variables = _saved_state(folder, run, incident, left)
+    variables = _save_state(folder, run, incident, left)
     if variables is None:
         without = "give replay a model with the weights before the step."
         notes.append(f"The state was too large for the bundle; {without}")
@@ -119,7 +119,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _saved_state(folder: Path, run: RunView, incident: Incident, left: int) -> Sequence[Any] | None:
+def _save_state(folder: Path, run: RunView, incident: Incident, left: int) -> Sequence[Any] | None:
     """Write the state before the step, unless it is larger than `left` bytes, and, if training had
     diverged, the one before the first step. Returns the variables of the written state.
     """
@@ -138,7 +138,7 @@ def _saved_state(folder: Path, run: RunView, incident: Incident, left: int) -> S
     return variables
 
 
-def _flattened(value: Any) -> tuple[Any, list[Array]]:
+def _flatten(value: Any) -> tuple[Any, list[Array]]:
     """Return the structure of nested data, arrays by number, and the arrays."""
     arrays: list[Array] = []
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from keras_nanguard._core.history import JUMP, Growth
-from keras_nanguard._core.literals import Cause
+from keras_nanguard._core.literals import RESULT_SITES, Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
 from keras_nanguard._core.variable_names import CELLS, RECURRENT
 from keras_nanguard._diagnose.evidence import (
@@ -46,17 +47,26 @@ POSSIBLE = 0.6
 """Confidence if no measurement contradicts the cause."""
 
 
+Because = Literal[
+    "", "constant", "constraint", "dead", "divergence", "outlier", "rate", "recurrence", "rescaled",
+    "scale_high", "written",
+]  # fmt: skip
+"""The observations that select sentences or advice: conditions (`when`) in `causes.toml`."""
+
+BECAUSE: tuple[str, ...] = get_args(Because)
+
+
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A cause, with its place, its confidence, and the observation that decided: a word of the
-    conditions of the advice.
+    """A cause, with its place, its rows, its confidence, and the observation that decided, if it
+    makes a difference to the evidence or the advice.
     """
 
     cause: Cause
     culprit: str = ""
     samples: tuple[int, ...] = ()
     confidence: float = SHOWN
-    because: str = ""
+    because: Because = ""
 
     @property
     def diverged(self) -> bool:
@@ -79,9 +89,9 @@ def _marker(e: Evidence) -> Conclusion | None:
     """The state before the step is finite as a whole, but the loss reads NaN from a variable: a NaN
     marker was read as a number.
     """
-    if e.state or e.replay.origin.source != "variable" or e.first != "loss":
+    if e.state or e.replay.origin.source != "variable" or e.bad_site != "loss":
         return None
-    return Conclusion("state_nonfinite", e.replay.origin.op, because="state")
+    return Conclusion("state_nonfinite", e.replay.origin.op)
 
 
 def _bad_state(e: Evidence) -> Conclusion | None:
@@ -99,11 +109,11 @@ def _bad_state(e: Evidence) -> Conclusion | None:
         if (rate := _unbounded_rate(e)) is not None:
             return rate
         if not e.found("state", "nonfinite") and e.run.growth.jump[0] >= GROWTH:
-            return Conclusion("divergence", path, confidence=EXPLAINED, because="growth")
-    outside = not {"validation", "predictions"}.isdisjoint(e.kinds)
+            return Conclusion("divergence", path, confidence=EXPLAINED)
+    outside = any(site in e.kinds for site in RESULT_SITES)
     if outside and all(role == "statistics" for _, role in e.state):
-        return Conclusion("batchnorm_statistics", path, because="state")
-    because = "written" if e.run.written else "state"
+        return Conclusion("batchnorm_statistics", path)
+    because: Because = "written" if e.run.written else ""
     return Conclusion("state_nonfinite", path, confidence=SEEN, because=because)
 
 
@@ -116,7 +126,7 @@ def _modes(e: Evidence) -> Conclusion | None:
         return None
     if origin.layer_class != "BatchNormalization" and "moving_" not in origin.op:
         return None
-    return Conclusion("batchnorm_statistics", origin.culprit, because="modes")
+    return Conclusion("batchnorm_statistics", origin.culprit)
 
 
 # Checks between steps
@@ -127,32 +137,32 @@ def _committed(e: Evidence) -> Conclusion | None:
     if e.replay.result or e.refused:
         return None
     kinds = e.kinds
-    path, statistics = e.first_path, kinds.get("statistics")
+    path, statistics = e.bad_path, kinds.get("statistics")
     if "divergence" in kinds.values():
         return Conclusion("divergence", path, because="divergence")
     if statistics == "stuck":
-        return Conclusion("training_flag", path, because="stuck")
+        return Conclusion("training_flag", path)
     if statistics == "out_of_range" and e.grown():
         # They follow the activations, and other code that writes them changes no loss.
-        return Conclusion("divergence", path, confidence=EXPLAINED, because="statistics")
+        return Conclusion("divergence", path, confidence=EXPLAINED)
     if statistics in ("spike", "out_of_range", "explosion"):
-        return Conclusion("batchnorm_statistics", path, because="statistics")
+        return Conclusion("batchnorm_statistics", path)
     if kinds.get("loss_scale") in ("collapse", "out_of_range", "nonfinite"):
-        return Conclusion("loss_scale_collapsed", because="scale")
+        return Conclusion("loss_scale_collapsed")
     if kinds.get("gradients") == "stuck":
         return _dead(e)
     if (fault := e.batch.target_fault) is not None:
-        return Conclusion("target_out_of_range", fault.loss, fault.rows, EXPLAINED, "negative")
+        return Conclusion("target_out_of_range", fault.loss, fault.rows, EXPLAINED)
     if "explosion" in kinds.values():
-        return Conclusion("divergence", path, confidence=EXPLAINED, because="explosion")
+        return Conclusion("divergence", path, confidence=EXPLAINED)
     return None
 
 
 def _dead(e: Evidence) -> Conclusion:
     """Gradients that are exactly zero, in a model with float16."""
     if e.run.growth.jump[0] >= JUMP:
-        return Conclusion("divergence", e.first_path, confidence=EXPLAINED, because="dead")
-    return Conclusion("float16_underflow", e.first_path, confidence=POSSIBLE, because="dead")
+        return Conclusion("divergence", e.bad_path, confidence=EXPLAINED, because="dead")
+    return Conclusion("float16_underflow", e.bad_path, confidence=POSSIBLE, because="dead")
 
 
 # Refused steps
@@ -164,14 +174,14 @@ def _invalid_scale(e: Evidence) -> Conclusion | None:
     """
     if e.run.loss_scale is None or 0.0 < e.run.loss_scale < math.inf:
         return None
-    return Conclusion("loss_scale_collapsed", confidence=SEEN, because="scale")
+    return Conclusion("loss_scale_collapsed", confidence=SEEN)
 
 
 def _transient(e: Evidence) -> Conclusion | None:
     """The step is finite in an eager replay and in its own mode, and its batch is finite."""
     finite = e.replay.result == "finite" and e.replay.same_mode == "finite"
     if finite and not (e.batch.inputs_bad or e.batch.targets_bad):
-        return Conclusion("transient", confidence=POSSIBLE, because="replay")
+        return Conclusion("transient", confidence=POSSIBLE)
     return None
 
 
@@ -186,29 +196,28 @@ def _batch(e: Evidence) -> Conclusion | None:
     named = {row for part in inputs for row in part.rows}
     rows = set(e.trials.rows)
     if named and rows and rows <= named and e.trials.without_rows == "finite":
-        return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs), SHOWN, "batch")
-    if not e.replay.origin.source and e.first != "weights":
+        return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs))
+    if not e.replay.origin.source and e.bad_site != "weights":
         if inputs:
-            return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, EXPLAINED, "batch")
-        if targets and e.first in ("", "loss"):
-            first = targets[0]
-            return Conclusion("target_nonfinite", first.name, first.rows, EXPLAINED, "batch")
+            return Conclusion("input_nonfinite", inputs[0].name, inputs[0].rows, EXPLAINED)
+        if targets and e.bad_site in ("", "loss"):
+            return Conclusion("target_nonfinite", targets[0].name, targets[0].rows, EXPLAINED)
     return None
 
 
 def _from_batch(e: Evidence) -> Conclusion:
     name = e.replay.origin.op
     if name.startswith("inputs"):
-        return Conclusion("input_nonfinite", name, _rows_of(e, e.batch.inputs_bad), SEEN, "batch")
+        return Conclusion("input_nonfinite", name, _rows_of(e, e.batch.inputs_bad), SEEN)
     if e.batch.inputs_bad and not all(row.finite for row in e.replay.table):
         # Later operations may have dropped the bad inputs.
         rows = _rows_of(e, (*e.batch.inputs_bad, *e.batch.targets_bad))
-        return Conclusion("input_nonfinite", e.batch.inputs_bad[0].name, rows, SEEN, "batch")
+        return Conclusion("input_nonfinite", e.batch.inputs_bad[0].name, rows, SEEN)
     rows = _rows_of(e, e.batch.targets_bad)
-    if e.first in ("loss", "statistics", ""):
-        return Conclusion("target_nonfinite", name, rows, SEEN, "batch")
+    if e.bad_site in ("loss", "statistics", ""):
+        return Conclusion("target_nonfinite", name, rows, SEEN)
     last = e.replay.loss_parts[-1][0] if e.replay.loss_parts else "loss"
-    return Conclusion("gradient_domain", last, rows, EXPLAINED, "where")
+    return Conclusion("gradient_domain", last, rows, EXPLAINED)
 
 
 def _rows_of(e: Evidence, found: Sequence[BadArray]) -> tuple[int, ...]:
@@ -222,21 +231,21 @@ def _targets(e: Evidence) -> Conclusion | None:
     fault = e.batch.target_fault
     if fault is None or not fault.proof:
         return None
-    return Conclusion("target_out_of_range", fault.loss, fault.rows, SHOWN, "targets")
+    return Conclusion("target_out_of_range", fault.loss, fault.rows)
 
 
 def _scale(e: Evidence) -> Conclusion | None:
     """The loss scale is above `SCALE_TOO_HIGH`, and the step is finite with a scale of 1; or it is
     below 1, the gradients are bad, and they are not known to be bad with a scale of 1.
     """
-    scale, of_gradients = e.run.loss_scale, e.first in ("gradients", "")
+    scale, of_gradients = e.run.loss_scale, e.bad_site in ("gradients", "")
     if scale is None:
         return None
-    scaled = of_gradients or e.first in ("loss", "statistics")
+    scaled = of_gradients or e.bad_site in ("loss", "statistics")
     if scale > SCALE_TOO_HIGH and scaled and e.trials.unscaled == "finite":
         return Conclusion("loss_scale_collapsed", because="scale_high")
     if scale < 1.0 and of_gradients and not e.batch.inputs_bad and e.trials.unscaled != "bad":
-        return Conclusion("loss_scale_collapsed", confidence=EXPLAINED, because="scale")
+        return Conclusion("loss_scale_collapsed", confidence=EXPLAINED)
     return None
 
 
@@ -245,25 +254,27 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     divergence. A pole is an underflow, unless only the gradient has it and no zero explains it.
     bfloat16 has the range of float32: it can only underflow.
     """
-    if not e.run.low_precision or e.trials.float32 != "finite" or e.first in ("weights", "slots"):
+    if not e.run.low_precision or e.trials.float32 != "finite":
         return None
-    how = e.kind
+    if e.bad_site in ("weights", "slots"):
+        return None
+    how = e.mechanism
     grown = e.run.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
     if how in ("overflow", "exp") and grown:
         return None
     by_zero = any(o.zero for o in e.replay.origin.operands)
-    if how == "pole" and (e.first != "gradients" or by_zero):
-        return Conclusion("float16_underflow", e.place, e.trials.rows, SHOWN, "float32")
+    if how == "pole" and (e.bad_site != "gradients" or by_zero):
+        return Conclusion("float16_underflow", e.place, e.trials.rows)
     if e.run.low_precision == "bfloat16":
         return None
-    return Conclusion("float16_overflow", e.place, e.trials.rows, SHOWN, "float32")
+    return Conclusion("float16_overflow", e.place, e.trials.rows)
 
 
 def _outlier_row(e: Evidence) -> Conclusion | None:
     """A few rows are far larger than all others, and without them the step is finite."""
     if not e.few(e.trials.rows) or e.trials.without_rows != "finite":
         return None
-    if e.kind not in ("", "overflow"):
+    if e.mechanism not in ("", "overflow"):
         return None
     named = (part for part in e.floats if set(e.trials.rows) <= set(part.outliers))
     part = next((part for part in named if part.max_abs >= HUGE_DATA), None)
@@ -277,22 +288,22 @@ def _update(e: Evidence) -> Conclusion | None:
     Exceptions: after growth, unless the optimizer divides by zero, `divergence`; if neither update
     nor constraint can have produced the value, `state_nonfinite`.
     """
-    if e.first not in ("weights", "slots"):
+    if e.bad_site not in ("weights", "slots"):
         return None
     if (found := _unbounded_rate(e) or _input_scale(e)) is not None:
         return found
     if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.run.optimizers)):
-        return Conclusion("divergence", e.first_path, confidence=EXPLAINED, because="growth")
+        return Conclusion("divergence", e.bad_path, confidence=EXPLAINED)
     by_optimizer = any(o.own for o in e.run.optimizers)
     own_code = e.replay.origin.line and not by_optimizer
     if e.run.constraint and (e.run.written or own_code):
-        return Conclusion("optimizer_domain", e.first_path, because="constraint")
+        return Conclusion("optimizer_domain", e.bad_path, because="constraint")
     if e.run.written:
         # Gradients are finite, so the update has carried NaN from the slots into the weights.
         slots = (f.path for f in e.findings if (f.site, f.kind) == ("slots", "nonfinite"))
-        place = next(slots, e.first_path)
+        place = next(slots, e.bad_path)
         return Conclusion("state_nonfinite", place, confidence=EXPLAINED, because="written")
-    return Conclusion("optimizer_domain", e.first_path, confidence=EXPLAINED, because="update")
+    return Conclusion("optimizer_domain", e.bad_path, confidence=EXPLAINED)
 
 
 def _unbounded_rate(e: Evidence) -> Conclusion | None:
@@ -323,14 +334,14 @@ def _divergence(e: Evidence) -> Conclusion | None:
         return Conclusion("input_scale", _normalized(e), (), EXPLAINED, "constant")
     if e.trials.rescaled == "finite" and e.largest.max_abs >= LARGE_DATA:
         return Conclusion("input_scale", e.largest.name, (), EXPLAINED, "rescaled")
-    return Conclusion("divergence", e.place or e.first_path, confidence=EXPLAINED, because="growth")
+    return Conclusion("divergence", e.place or e.bad_path, confidence=EXPLAINED)
 
 
 def _blown(e: Evidence) -> bool:
     """Whether the growth explains the bad value: a pole or an exponential requires weights that
     have grown.
     """
-    how, growth = e.kind, e.run.growth
+    how, growth = e.mechanism, e.run.growth
     if how == "pole":
         far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
         return far or growth.weights >= FAR
@@ -353,7 +364,7 @@ def _of_rows(e: Evidence) -> bool:
 def _overflows(e: Evidence) -> bool:
     """Whether large numbers have overflowed, in an operation or in the sum over the gradients."""
     exploded = not e.replay.origin.source and e.found("gradients", "explosion")
-    return exploded or e.kind == "overflow"
+    return exploded or e.mechanism == "overflow"
 
 
 def _moved_too_far(e: Evidence) -> bool:
@@ -361,7 +372,7 @@ def _moved_too_far(e: Evidence) -> bool:
     not initially.
     """
     far = e.trials.at_start == "finite" and e.run.growth.weights >= 1.5
-    return far and e.kind in ("exp", "overflow") and not _of_rows(e)
+    return far and e.mechanism in ("exp", "overflow") and not _of_rows(e)
 
 
 def _normalized(e: Evidence) -> str:
@@ -375,14 +386,14 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     a Normalization layer; or this layer divides by zero.
     """
     origin, largest = e.replay.origin, e.largest
-    squares = e.first == "slots" and e.run.gradient_norm >= MAX_NORM  # of a step that has committed
+    squares = e.bad_site == "slots" and e.run.gradient_norm >= MAX_NORM  # of a committed step
     outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
     by_rows = squares and e.few(outliers) and _was_steady(e.run.growth)
     if (_overflows(e) or squares) and (by_rows or not e.grown()) and largest.max_abs >= HUGE_DATA:
-        return Conclusion("input_scale", largest.name, e.trials.rows or outliers, EXPLAINED, "huge")
+        return Conclusion("input_scale", largest.name, e.trials.rows or outliers, EXPLAINED)
     if _overflows(e) and _normalized(e):
         return Conclusion("input_scale", _normalized(e), (), EXPLAINED, "constant")
-    divides = e.kind == "pole" and origin.phase == "forward"
+    divides = e.mechanism == "pole" and origin.phase == "forward"
     if divides and origin.layer_class == "Normalization":
         return Conclusion("input_scale", origin.culprit, e.trials.rows, EXPLAINED, "constant")
     return None
@@ -399,7 +410,7 @@ def _recurrence(e: Evidence) -> Conclusion | None:
     earlier growth: they grow within the step.
     """
     origin = e.replay.origin
-    if e.kind != "overflow":
+    if e.mechanism != "overflow":
         return None
     running = {row.layer_class for row in e.replay.table if row.path in origin.frames}
     if origin.phase in BACKWARD or (RECURRENT | CELLS) & {origin.layer_class, *running}:
@@ -409,9 +420,9 @@ def _recurrence(e: Evidence) -> Conclusion | None:
 
 def _exploded(e: Evidence) -> Conclusion | None:
     """Every gradient is finite, but the sum of their squares overflows."""
-    if e.first != "gradients" or e.replay.origin.source or e.replay.result != "bad":
+    if e.bad_site != "gradients" or e.replay.origin.source or e.replay.result != "bad":
         return None
-    return Conclusion("divergence", e.first_path, confidence=POSSIBLE, because="explosion")
+    return Conclusion("divergence", e.bad_path, confidence=POSSIBLE)
 
 
 def _domain(e: Evidence) -> Conclusion | None:
@@ -423,12 +434,12 @@ def _domain(e: Evidence) -> Conclusion | None:
     if origin.source != "operation":
         return None
     if origin.phase == "backward" or _masked(e):
-        return Conclusion("gradient_domain", e.place or "loss", e.trials.rows, SHOWN, "domain")
+        return Conclusion("gradient_domain", e.place or "loss", e.trials.rows)
     in_loss = origin.phase in ("loss", "regularizer") or not origin.frames
-    if in_loss and e.first in ("loss", "gradients"):
-        return Conclusion("loss_domain", e.place, e.trials.rows, SHOWN, "domain")
+    if in_loss and e.bad_site in ("loss", "gradients"):
+        return Conclusion("loss_domain", e.place, e.trials.rows)
     if origin.phase in ("forward", "slope"):
-        return Conclusion("forward_domain", e.place, e.trials.rows, SHOWN, "domain")
+        return Conclusion("forward_domain", e.place, e.trials.rows)
     return None
 
 
@@ -438,14 +449,14 @@ def _masked(e: Evidence) -> bool:
     """
     phases = ("forward", "loss", "regularizer", "slope")
     in_layer = e.replay.origin.phase in phases and all(row.finite for row in e.replay.table)
-    return e.first == "gradients" and in_layer
+    return e.bad_site == "gradients" and in_layer
 
 
 def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
     nonfinite = any(finding.kind == "nonfinite" for finding in e.findings)
     if e.replay.result == "" and not e.refused and e.grown() and nonfinite:
-        return Conclusion("divergence", e.first_path, confidence=POSSIBLE, because="growth")
+        return Conclusion("divergence", e.bad_path, confidence=POSSIBLE)
     return None
 
 

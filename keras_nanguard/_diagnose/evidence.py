@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from keras_nanguard._core.history import MAX_RATE, Growth
 from keras_nanguard._core.incident import Finding
@@ -122,10 +123,13 @@ class ReplayFacts:
     """What a replay of the step gave.
 
     Attributes:
-        result: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
-        same_mode: result of a replay in the mode of the step.
+        result: of the eager replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
+        same_mode: the same of a replay in the mode of the step. If it is bad and the eager one is
+            not, the other fields are of this one.
         origin: the operation that produced the first bad value, `NOWHERE` if unknown.
         loss_parts: name and value of each part of the loss.
+        bad_rows: rows of the batch whose loss is bad, or else whose output is; none if all are.
+        output_shapes: path and shape of each output, with the rows.
         table: one row for each call of a layer.
     """
 
@@ -134,6 +138,8 @@ class ReplayFacts:
     same_mode: str = ""
     origin: Origin = NOWHERE
     loss_parts: tuple[tuple[str, float], ...] = ()
+    bad_rows: tuple[int, ...] = ()
+    output_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     table: tuple[LayerRow, ...] = ()
 
 
@@ -209,9 +215,11 @@ class Evidence:
         state: paths of variables that were bad before the step, with their roles.
         state_fresh: whether they were bad before training began.
         mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
-        first: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`,
-            `"slots"`; without a replay that in the state of a committed step.
-        first_path: path of the variable there, if any.
+        bad_site: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`,
+            `"weights"`, `"slots"`, or of a forward pass `"outputs"`; without a replay `"weights"`
+            or `"slots"` of the state that a committed step has left; `""` if none is bad.
+        bad_path: path of the variable there, or of the layer with a bad output; without a bad
+            replay the first path in the findings.
         notes: further observations, as sentences.
     """
 
@@ -221,13 +229,17 @@ class Evidence:
     state: tuple[tuple[str, str], ...] = ()
     state_fresh: bool = False
     mode: str = ""
-    first: str = ""
-    first_path: str = ""
+    bad_site: str = ""
+    bad_path: str = ""
     replay: ReplayFacts = ReplayFacts()
     batch: BatchFacts = BatchFacts()
     trials: TrialFacts = TrialFacts()
     run: RunFacts = RunFacts()
     notes: tuple[str, ...] = ()
+
+    def with_part(self, part: str, **found: Any) -> Evidence:
+        """Return the evidence with more in one part: `replay`, `batch`, `trials` or `run`."""
+        return replace(self, **{part: replace(getattr(self, part), **found)})
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -244,7 +256,7 @@ class Evidence:
         return next((f.value for f in self.findings if f.value is not None), None)
 
     @property
-    def kind(self) -> str:
+    def mechanism(self) -> str:
         """How the origin became non-finite, from the name and the operands of its operation:
         `"overflow"` of large numbers, `"exp"` of moderate ones, `"pole"`; `""` without an
         operation.
@@ -271,9 +283,9 @@ class Evidence:
         """The layer, loss or variable in which the operation of the origin ran."""
         origin = self.replay.origin
         if origin.source != "operation":
-            return self.first_path
+            return self.bad_path
         of_loss = origin.phase in ("loss", "forward", "regularizer")
-        inside = "loss" if of_loss else self.first_path
+        inside = "loss" if of_loss else self.bad_path
         return origin.culprit or (origin.variables[0] if origin.variables else inside)
 
     def grown(self, factor: float = GROWTH) -> bool:

@@ -15,18 +15,25 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends import current, interface
-from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
-from keras_nanguard._core.errors import BundleError, GuardError, expected, require_one_of
+from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._core.errors import (
+    BundleError,
+    FileFormatError,
+    GuardError,
+    expected,
+    require_one_of,
+)
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.changes import Start, computing_in_float32
+from keras_nanguard._diagnose.case import Case, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.explain_step import diagnosed
-from keras_nanguard._diagnose.facts import known
+from keras_nanguard._diagnose.explainer import diagnose_step
+from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
-from keras_nanguard._diagnose.trials import Case, investigated, replayed, tensors
+from keras_nanguard._diagnose.step_changes import Start, computing_in_float32
+from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line, refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
@@ -100,19 +107,24 @@ def replay(
 
     Raises:
         BundleError: if the bundle cannot be read, is unsafe, or does not match the model.
-        GuardError: if an argument is invalid.
+        GuardError: if an argument is invalid, or this process cannot replay the step: there is too
+            little memory for a copy of the state, or another process has a part of it.
     """
     _check(mode, dtype)
     found = read(bundle)
     with contextlib.ExitStack() as stack:
         model = _model(found, model, custom_objects)
-        step = _prepared(found, model)
+        step = _step_before(found, model)
         batch = tensors(found.batch)
         if dtype == "float32":
             stack.enter_context(computing_in_float32(step))
-        run, evidence = _run(found, step, batch, mode)
-    diagnosis = diagnosed(model, evidence, found.batch)
-    return ReplayReport(found.incident, mode, run.word, diagnosis, run.rows)
+        evidence = _evidence(found, step, batch, mode)
+        result, layers = evidence.replay.result, evidence.replay.table
+        if mode != "eager":
+            run = step.run_compiled(batch, jit=mode == "xla")
+            result, layers = run.word, run.rows
+    diagnosis = diagnose_step(model, evidence, found.batch)
+    return ReplayReport(found.incident, mode, result, diagnosis, layers)
 
 
 def _check(mode: str, dtype: str | None) -> None:
@@ -139,6 +151,8 @@ def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) 
             return keras.saving.load_model(model, own)
         if model is None and found.model:
             return keras.models.model_from_json(found.model, own)
+    except FileFormatError as error:  # of a file that is missing or refused
+        raise BundleError(str(error)) from error
     except Exception as error:
         raise BundleError(f"The model cannot be created: {_reason(error)}") from error
     if model is None:
@@ -160,7 +174,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}. {remedy}"
 
 
-def _prepared(found: Bundle, model: Any) -> ReplayableStep:
+def _step_before(found: Bundle, model: Any) -> ReplayableStep:
     """Return the step of the model, with the state of the bundle."""
     optimizers = keras_optimizers.find_optimizers(model)
     if not getattr(model, "compiled", False) or not optimizers:
@@ -170,6 +184,9 @@ def _prepared(found: Bundle, model: Any) -> ReplayableStep:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
     step = ReplayableStep.of(model, optimizers, keeps_undo=bool(found.about.get("saving")))
+    if obstacle := obstacle_to(step):
+        remedy = "Replay the bundle in one process, on a machine with enough memory."
+        raise GuardError(f"{obstacle} {remedy}")
     # A variable that the bad step itself created (a slot, in the first step) is in no bundle.
     for variable, array in _pairs(found.state, step) if found.state else ():
         fits = tuple(array.shape) == tuple(variable.shape) or resizable(variable)
@@ -197,17 +214,14 @@ def _another(what: str, received: object) -> BundleError:
     return BundleError(expected(what, received, "Pass the model that was trained."))
 
 
-def _run(
-    found: Bundle, step: ReplayableStep, batch: Any, mode: str
-) -> tuple[ReplayResult, Evidence]:
+def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evidence:
+    """Return the evidence of a step, which always includes that of an eager replay."""
     state = TrainState.of(step.model, step.optimizers)
-    evidence = known(step.model, state, found.incident)
-    evidence = dataclasses.replace(
-        evidence, mode=mode, run=dataclasses.replace(evidence.run, growth=found.growth)
-    )
+    evidence = incident_evidence(step.model, state, found.incident)
+    evidence = dataclasses.replace(evidence, mode=mode).with_part("run", growth=found.growth)
     start = _state_of(found.start, step) if found.start else None
-    case = investigated(Case(step, batch, evidence, start))
-    if evidence.state:  # it decides, but this run is asked for
-        case = replayed(case)
-    run = case.run if mode == "eager" else step.run_compiled(batch, jit=mode == "xla")
-    return run, case.evidence
+    case = Case(step, batch, evidence, start)
+    evidence = investigate(case)
+    if not evidence.replay.result:  # what decides needs no replay, but this one is asked for
+        evidence = replay_step(dataclasses.replace(case, evidence=evidence)).evidence
+    return evidence

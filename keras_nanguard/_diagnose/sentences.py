@@ -14,7 +14,7 @@ from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion
-from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, OptimizerFacts
 
 PHASES = {
     "forward": "in the forward pass",
@@ -52,7 +52,7 @@ def sentences(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
         e.notes if conclusion.because == "divergence" else (),
         _origin(e, conclusion),
         _findings(e),
-        data_sentences(e),
+        data_sentences(e.batch),
         _history(e, conclusion),
         _reruns(e),
         _optimizers(e, conclusion),
@@ -77,19 +77,19 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     origin = e.replay.origin
     if origin.source:
         yield _origin_sentence(origin)
-    if e.first:
-        path = f" ({e.first_path})" if e.first_path else ""
+    if e.bad_site:
+        path = f" ({e.bad_path})" if e.bad_path else ""
         reached = "The bad value reaches" if e.replay.result else "The step left it in"
         if e.replay.result and e.refused:
             reached = "A replay on the unchanged state reproduces it in"
-        yield f"{reached} {SITES.get(e.first, e.first)}{path}."
+        yield f"{reached} {SITES.get(e.bad_site, e.bad_site)}{path}."
     if conclusion.because == "written" and e.state:
         yield "It was finite after the step before, so other code has written it since."
     elif conclusion.because in ("written", "constraint") and e.run.written:
         names = " and ".join(dict.fromkeys(facts.name for facts in e.run.optimizers))
         by_constraint = conclusion.because == "constraint"
         writer = f"the constraint {e.run.constraint}" if by_constraint else "other code"
-        place = "it" if conclusion.culprit == e.first_path else conclusion.culprit
+        place = "it" if conclusion.culprit == e.bad_path else conclusion.culprit
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
             f" {writer} has written {place}."
@@ -99,7 +99,7 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
             "The value is masked before the loss, as in the unused branch of a `where`; its"
             " gradient is not masked."
         )
-    if e.first == "gradients" and not origin.source and e.replay.result == "bad":
+    if e.bad_site == "gradients" and not origin.source and e.replay.result == "bad":
         yield (
             "Every gradient is finite, and so large that the sum of their squares overflows"
             " float32."
@@ -108,7 +108,7 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
 
 def _findings(e: Evidence) -> Iterator[str]:
     """Findings that are not NaN or Inf."""
-    path, kinds = e.first_path, e.kinds
+    path, kinds = e.bad_path, e.kinds
     if kinds.get("gradients") == "stuck":
         yield "For many steps every gradient has been exactly 0, although the loss is not."
     if kinds.get("statistics") == "spike" and e.value is not None:
@@ -151,21 +151,21 @@ def _operand(operand: Operand) -> str:
     return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {holds}" if holds else "")
 
 
-def data_sentences(e: Evidence) -> Iterator[str]:
+def data_sentences(batch: BatchFacts) -> Iterator[str]:
     """Yield what is unusual about the batch, in sentences."""
-    for part in (*e.batch.inputs_bad, *e.batch.targets_bad):
+    for part in (*batch.inputs_bad, *batch.targets_bad):
         column = "" if part.column is None else f" in column {part.column}"
         rows = f", in {at_rows(part.rows)}" if part.rows else ""
-        rows = ", in every row" if len(part.rows) == e.batch.count else rows
+        rows = ", in every row" if len(part.rows) == batch.count else rows
         yield f"{argument_path(part.name)!r} contains {_counts(part.nan, part.inf)}{column}{rows}."
-    if (fault := e.batch.target_fault) is not None:
+    if (fault := batch.target_fault) is not None:
         output = f" of output {fault.output!r}" if fault.output else ""
         rows = f" in {at_rows(fault.rows)}" if fault.rows else ""
         contain = f"The targets{output} contain {fault.words}{rows}"
         yield f"{contain}, which {fault.loss} does not accept."
         if fault.proof:
             yield fault.proof
-    for spread in (*e.batch.inputs, *e.batch.targets):
+    for spread in (*batch.inputs, *batch.targets):
         if spread.max_abs >= 100.0 and not spread.integer:
             yield _spread(spread)
 

@@ -320,7 +320,7 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
         variables: those that calling it may write.
     """
     from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._diagnose.examine import diagnose
+    from keras_nanguard._diagnose.examination import diagnose
 
     with preserved(variables, model):
         try:

@@ -33,7 +33,7 @@ from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose.explain_step import Explainer
+    from keras_nanguard._diagnose.explainer import Explainer
 
 UPDATED = frozenset({"state", "weights", "slots"})
 """Sites that an update writes."""
@@ -261,7 +261,7 @@ class Incidents:
         report = report if ours else None  # else its rows are those of another process
         self._bad_rows.note(incident, report)
         if self._explain is not None:
-            bundle = self._explain.bundle(incident, report, evidence)
+            bundle = self._explain.write_bundle(incident, report, evidence)
             incident = incident.with_(bundle=bundle)
         return incident, poles
 

@@ -27,7 +27,7 @@ from keras_nanguard._fit.tasks import TASKS, Tasks
 from keras_nanguard._recording.database import REFUSED
 
 if TYPE_CHECKING:
-    from keras_nanguard._diagnose.explain_step import Explainer
+    from keras_nanguard._diagnose.explainer import Explainer
 
 
 T = TypeVar("T")

@@ -17,6 +17,8 @@ from support import zoo
 
 from keras_nanguard import BundleError, GuardError, NanGuard, replay
 
+MODES = ["eager"] if keras.backend.backend() == "torch" else ["eager", "graph", "xla"]
+
 
 def written(name: str, directory: Path):
     case = mechanisms.PROGRAMS[name](True)
@@ -29,12 +31,25 @@ def overflow(tmp_path_factory):
     return written("overflowing_row_where_batchnorm_mixes_rows", tmp_path_factory.mktemp("run"))
 
 
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """A bundle whose state was bad before the step, which decides the cause without a replay."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
+    guard = NanGuard("stop", verbose=0, directory=tmp_path_factory.mktemp("run"))
+    spoil = zoo.Before(lambda model: model.layers[0].kernel.assign(np.full((4, 1), np.nan)), 2)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[guard, spoil])
+    return model, guard.incidents[0]
+
+
 @pytest.fixture
 def copy(overflow, tmp_path):
     return Path(shutil.copytree(overflow[1].bundle, tmp_path / "bundle"))
 
 
-@pytest.mark.parametrize("mode", ["eager"] if keras.backend.backend() == "torch" else ["eager", "graph", "xla"])
+@pytest.mark.parametrize("mode", MODES)
 def test_the_step_is_bad_again(overflow, mode):
     _, incident = overflow
     found = replay(incident.bundle, mode=mode)
@@ -295,6 +310,29 @@ def test_a_legacy_file_is_never_loaded(overflow, tmp_path):
     overflow[0].model.save(tmp_path / "model.h5")
     with pytest.raises(BundleError, match="a legacy file, which may contain code"):
         replay(overflow[1].bundle, tmp_path / "model.h5")
+
+
+def test_a_missing_model_file_is_reported_without_another_remedy(overflow, tmp_path):
+    with pytest.raises(BundleError, match=r"Received: path='.*nowhere.keras'\. There is no such file\.$") as reported:
+        replay(overflow[1].bundle, tmp_path / "nowhere.keras")
+    assert str(reported.value).startswith("Expected a model file.")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kept", ["overflow", "spoiled"])
+def test_a_step_that_was_not_replayed_is_not_called_finite(kept, mode, room, request):
+    """Without memory for a copy of the state it is not run, and the error names what is missing."""
+    _, incident = request.getfixturevalue(kept)
+    room(0)
+    with pytest.raises(GuardError, match=r"The step was not replayed: this needs \d+ MB of free memory\. .*enough memory"):
+        replay(incident.bundle, mode=mode)
+
+
+def test_the_step_of_an_incident_that_was_only_observed_is_replayed(copy):
+    about = json.loads((copy / "incident.json").read_text())
+    (copy / "incident.json").write_text(json.dumps({**about, "refused": False}))
+    found = replay(copy)
+    assert (found.result, found.ok) == ("bad", False)
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "fast"}, {"dtype": "float8"}])

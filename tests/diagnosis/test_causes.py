@@ -13,13 +13,13 @@ from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._diagnose import advice as advice_module
-from keras_nanguard._diagnose.causes import decide
+from keras_nanguard._diagnose.causes import BECAUSE, decide
 from keras_nanguard._diagnose.evidence import OptimizerFacts
-from keras_nanguard._diagnose.explain_step import conclude
-from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.exceptions import explain_exception
+from keras_nanguard._diagnose.explainer import conclude
 
 LOG = Origin(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (Operand(0.0, True, False),), "float32", (3,))
-BAD = evidence_of(step=7, result="bad", first="loss", origin=LOG, rows=(3,))
+BAD = evidence_of(step=7, result="bad", bad_site="loss", origin=LOG, rows=(3,))
 OVERFLOW = changed(BAD, origin=replace(LOG, op="Square", operands=(Operand(1e30, False, False),)))
 GROWN = changed(OVERFLOW, growth=Growth(steps=6, loss=1e9, norm=1e9, weights=1e6))
 ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 0.0, "float16")
@@ -35,20 +35,30 @@ def test_unscaled_data_that_has_made_training_diverge():
 
 @pytest.mark.parametrize("cause", CAUSE_WORDS)
 def test_the_conditions_and_names_of_advice_exist(cause):
-    """A condition is a fact, or the observation that decides in a rule."""
-    items = {**advice_module._about(ADAM), **asdict(Spread("inputs", 1.0, 0.0, 1.0)), "name": "", "column": 0}
-    conditions = {*items, *advice_module._conditions(BAD, decide(BAD)), *(decided.because for _, decided in CASES.values())}
+    """A condition is a fact, the observation that decides in a rule, or a property of what a sentence is said of."""
+    own = {
+        "optimizers": advice_module._about(ADAM),
+        "raw_inputs": {**asdict(Spread("inputs", 1.0, 0.0, 1.0)), "name": ""},
+        "columns": {"name": "", "column": 0},
+    }
     entries = [{"say": entry} if isinstance(entry, str) else entry for entry in CAUSE_WORDS[cause]["do"]]
-    assert {word.lstrip("!") for entry in entries for word in entry.get("when", "").split()} <= conditions
+    for entry in entries:
+        known = {*advice_module._conditions(BAD, decide(BAD)), *own.get(entry.get("each"), ())}
+        assert {word.lstrip("!") for word in entry.get("when", "").split()} <= known
+    items = {name for item in own.values() for name in item}
     named = {field for entry in entries for _, field, *_ in Formatter().parse(entry["say"]) if field}
     assert named <= {*items, *advice_module._names(BAD, decide(BAD))}
+
+
+def test_every_observation_that_advice_or_evidence_reads_decides_somewhere():
+    assert {decided.because for _, decided in CASES.values()} == {*BECAUSE}
 
 
 @pytest.mark.parametrize(("node", "cause"), [("net/whiten", "forward_domain"), ("gradient_tape", "gradient_domain")])
 def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
     message = f"Detected at node {node}/MatrixInverse defined at (most recent call last): ... Input is not invertible."
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    _, found = explained(model, message)
+    _, found = explain_exception(model, message)
     assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
 
 
@@ -62,5 +72,5 @@ def test_targets_are_not_blamed_for_an_index_beyond_an_embedding_table(loss):
     x, y = np.array([[1], [2], [9], [3]]), np.array([[1.0], [0.0], [1.0], [0.0]])
     model.train_on_batch(x, y)
     x[2] = 12
-    _, found = explained(model, "index out of bounds: 0 <= tmp4 < 10", ((x, y),))
+    _, found = explain_exception(model, "index out of bounds: 0 <= tmp4 < 10", ((x, y),))
     assert (found.cause, found.culprit, found.samples) == ("forward_domain", "table", (2,))

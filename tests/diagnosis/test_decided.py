@@ -13,7 +13,7 @@ from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import EXPONENTIALS, POLES, OptimizerFacts, TargetFault
-from keras_nanguard._diagnose.explain_step import conclude
+from keras_nanguard._diagnose.explainer import conclude
 
 NAN, INF = math.nan, math.inf
 
@@ -37,18 +37,18 @@ def findings(*named):
 
 def bad(*named, **more):
     """Return the evidence of a refused step whose replay is bad, with the loss first."""
-    known = {"result": "bad", "first": "loss", "first_path": "d/kernel", "count": 16}
+    known = {"result": "bad", "bad_site": "loss", "bad_path": "d/kernel", "count": 16}
     return evidence_of(findings=findings(*named), **{**known, **more})
 
 
 def update(*named, **more):
     """Return the evidence of a step whose weights are the first that is bad."""
-    return bad(*named, first="weights", **more)
+    return bad(*named, bad_site="weights", **more)
 
 
 def seen(*named, **more):
     """Return the evidence of a committed step that was not replayed."""
-    known = {"refused": False, "first_path": "d/kernel", "count": 16}
+    known = {"refused": False, "bad_path": "d/kernel", "count": 16}
     return evidence_of(findings=findings(*named), **{**known, **more})
 
 
@@ -87,8 +87,8 @@ VARIABLE = origin("bn/moving_mean", source="variable", culprit="bn", operands=()
 OVERFLOW = origin("MatMul", "forward", (LARGE,), culprit="dense")
 EXP = origin("Exp", "forward", (operand(100.0),), culprit="act")
 ADAM = OptimizerFacts("Adam", 1e-3, 1e-8, 1e-8)
-DOMAIN = Conclusion("loss_domain", "mse", (), 0.9, "domain")
-FORWARD = Conclusion("forward_domain", "dense", (), 0.9, "domain")
+DOMAIN = Conclusion("loss_domain", "mse", (), 0.9)
+FORWARD = Conclusion("forward_domain", "dense", (), 0.9)
 UNKNOWN = Conclusion("unknown", "d/kernel", (), 0.0, "")
 
 
@@ -96,22 +96,22 @@ def decided(cause, culprit="d/kernel", samples=(), confidence=0.9, because=""):
     return Conclusion(cause, culprit, samples, confidence, because)
 
 
-BLAMED = decided("optimizer_domain", confidence=0.8, because="update")
+BLAMED = decided("optimizer_domain", confidence=0.8)
 CONSTANT_FEATURES = decided("input_scale", "norm", confidence=0.8, because="constant")
 CONSTRAINED = decided("optimizer_domain", because="constraint")
 DIED = decided("divergence", confidence=0.8, because="dead")
-EXPLODES = decided("divergence", confidence=0.6, because="explosion")
-GREW = decided("divergence", "dense", confidence=0.8, because="growth")
+EXPLODES = decided("divergence", confidence=0.6)
+GREW = decided("divergence", "dense", confidence=0.8)
 RATE = decided("optimizer_domain", "Adam/learning_rate", confidence=0.95, because="rate")
 
 STATE = {
-    "a marker that the loss reads": (bad(origin=VARIABLE), decided("state_nonfinite", "bn/moving_mean", because="state")),
-    "a marker that only a gradient reads": (bad(origin=VARIABLE, first="gradients"), UNKNOWN),
+    "a marker that the loss reads": (bad(origin=VARIABLE), decided("state_nonfinite", "bn/moving_mean")),
+    "a marker that only a gradient reads": (bad(origin=VARIABLE, bad_site="gradients"), UNKNOWN),
     "an operation, and no state": (bad(origin=origin()), DOMAIN),
     "nothing": (bad(), UNKNOWN),
     "not even a finding": (evidence_of(), replace(UNKNOWN, culprit="")),
-    "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95, "state")),
-    "statistics": (bad("loss:nonfinite", state=(("m", "statistics"),)), decided("state_nonfinite", "m", (), 0.95, "state")),
+    "a weight": (bad(state=(("k", "weights"), ("m", "statistics"))), decided("state_nonfinite", "k", (), 0.95)),
+    "statistics": (bad("loss:nonfinite", state=(("m", "statistics"),)), decided("state_nonfinite", "m", (), 0.95)),
     "a weight that was finite after the step before": (
         bad(state=(("k", "weights"),), written=True),
         decided("state_nonfinite", "k", (), 0.95, "written"),
@@ -126,23 +126,23 @@ STATE = {
     ),
     "statistics, in a validation": (
         seen("validation:nonfinite", state=(("m", "statistics"), ("v", "statistics"))),
-        decided("batchnorm_statistics", "m", because="state"),
+        decided("batchnorm_statistics", "m"),
     ),
     "statistics, in a prediction": (
         seen("predictions:nonfinite", state=(("m", "statistics"),)),
-        decided("batchnorm_statistics", "m", because="state"),
+        decided("batchnorm_statistics", "m"),
     ),
     "statistics and a weight, in a validation": (
         seen("validation:nonfinite", state=(("m", "statistics"), ("k", "weights"))),
-        decided("state_nonfinite", "m", (), 0.95, "state"),
+        decided("state_nonfinite", "m", (), 0.95),
     ),
 }
 """The state was bad before the step."""
 
 NORMALIZES = origin("Rsqrt", "forward", culprit="bn", layer_class="BatchNormalization")
-SPOILED = {"inference": "bad", "training": "finite", "first": "", "result": ""}
-STATISTICS = decided("batchnorm_statistics", "bn", because="modes")
-FORWARD_BN = Conclusion("forward_domain", "bn", (), 0.9, "domain")
+SPOILED = {"inference": "bad", "training": "finite", "bad_site": "", "result": ""}
+STATISTICS = decided("batchnorm_statistics", "bn")
+FORWARD_BN = Conclusion("forward_domain", "bn", (), 0.9)
 
 MODES = {
     "batch normalization": (bad(**SPOILED, origin=NORMALIZES), STATISTICS),
@@ -163,22 +163,22 @@ MONITORS = {
     "divergence": (seen("weights:stuck", "loss:divergence"), decided("divergence", because="divergence")),
     "divergence, refused": (seen("loss:divergence", refused=True), UNKNOWN),
     "divergence, replayed": (seen("loss:divergence", result="bad"), UNKNOWN),
-    "statistics that never move": (seen("statistics:stuck"), decided("training_flag", because="stuck")),
-    "one that never moves before one that leaps": (seen("statistics:stuck", "statistics:spike"), decided("training_flag", because="stuck")),
+    "statistics that never move": (seen("statistics:stuck"), decided("training_flag")),
+    "one that never moves before one that leaps": (seen("statistics:stuck", "statistics:spike"), decided("training_flag")),
     **{
-        f"statistics: {how}": (seen(f"statistics:{how}"), decided("batchnorm_statistics", because="statistics"))
+        f"statistics: {how}": (seen(f"statistics:{how}"), decided("batchnorm_statistics"))
         for how in ("spike", "out_of_range", "explosion")
     },
     "statistics: out_of_range, as the loss has grown": (
         seen("statistics:out_of_range", growth=Growth(steps=9, loss=1e3)),
-        decided("divergence", confidence=0.8, because="statistics"),
+        decided("divergence", confidence=0.8),
     ),
     "statistics: spike, as the loss has grown": (
         seen("statistics:spike", growth=Growth(steps=9, loss=1e3)),
-        decided("batchnorm_statistics", because="statistics"),
+        decided("batchnorm_statistics"),
     ),
     **{
-        f"loss scale: {how}": (seen(f"loss_scale:{how}"), decided("loss_scale_collapsed", "", because="scale"))
+        f"loss scale: {how}": (seen(f"loss_scale:{how}"), decided("loss_scale_collapsed", ""))
         for how in ("collapse", "out_of_range", "nonfinite")
     },
     "dead after a jump": (seen("gradients:stuck", growth=jumped(JUMP)), DIED),
@@ -186,20 +186,20 @@ MONITORS = {
         seen("gradients:stuck", growth=jumped(below(JUMP))),
         decided("float16_underflow", confidence=0.6, because="dead"),
     ),
-    "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8, "negative")),
-    "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.8, because="explosion")),
+    "targets": (seen("loss:out_of_range", target_fault=FAULT), decided("target_out_of_range", "cce", (3,), 0.8)),
+    "explosion": (seen("gradients:explosion"), decided("divergence", confidence=0.8)),
     "nothing of these": (seen("loss:nonfinite"), UNKNOWN),
 }
 """Findings in committed steps."""
 
-FINITE = {"result": "finite", "same_mode": "finite", "first": ""}
+FINITE = {"result": "finite", "same_mode": "finite", "bad_site": ""}
 
 TRANSIENT = {
-    "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.6, because="replay")),
+    "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.6)),
     "in another mode": (bad(**{**FINITE, "same_mode": ""}), UNKNOWN),
     "bad, in one mode": (bad(**{**FINITE, "result": "bad"}), UNKNOWN),
-    "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
-    "bad targets": (bad(**FINITE, targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
+    "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8)),
+    "bad targets": (bad(**FINITE, targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8)),
 }
 """The same step comes out finite."""
 
@@ -209,47 +209,47 @@ NAMED = {"origin": origin(), "inputs_bad": MISSING, "rows": (7, 2), "without_row
 BATCH = {
     "from the targets, and a layer has bad inputs": (
         bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, inputs_bad=MISSING, table=(layer(nan=1),)),
-        decided("input_nonfinite", "inputs/a", (2, 5, 7, 4, 6), 0.95, "batch"),
+        decided("input_nonfinite", "inputs/a", (2, 5, 7, 4, 6), 0.95),
     ),
     "from the targets, and the inputs are masked": (
         bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, inputs_bad=MISSING, table=(layer(),)),
-        decided("target_nonfinite", "targets", (4, 6), 0.95, "batch"),
+        decided("target_nonfinite", "targets", (4, 6), 0.95),
     ),
-    "from the inputs": (bad(origin=FROM_INPUTS, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.95, "batch")),
-    "from the inputs, rows by trial": (bad(origin=FROM_INPUTS, rows=(1,)), decided("input_nonfinite", "inputs/a", (1,), 0.95, "batch")),
+    "from the inputs": (bad(origin=FROM_INPUTS, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.95)),
+    "from the inputs, rows by trial": (bad(origin=FROM_INPUTS, rows=(1,)), decided("input_nonfinite", "inputs/a", (1,), 0.95)),
     **{
         f"from the targets, {first or 'nothing'} first": (
-            bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first=first),
-            decided("target_nonfinite", "targets", (4, 6), 0.95, "batch"),
+            bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, bad_site=first),
+            decided("target_nonfinite", "targets", (4, 6), 0.95),
         )
         for first in ("loss", "statistics", "")
     },
     "from masked targets": (
-        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, first="gradients", loss_parts=(("a", 1.0), ("b", 2.0), ("c", 3.0))),
-        decided("gradient_domain", "c", (4, 6), 0.8, "where"),
+        bad(origin=FROM_TARGETS, targets_bad=UNLABELLED, bad_site="gradients", loss_parts=(("a", 1.0), ("b", 2.0), ("c", 3.0))),
+        decided("gradient_domain", "c", (4, 6), 0.8),
     ),
     "from masked targets of the one loss": (
-        bad(origin=FROM_TARGETS, first="gradients"),
-        decided("gradient_domain", "loss", (), 0.8, "where"),
+        bad(origin=FROM_TARGETS, bad_site="gradients"),
+        decided("gradient_domain", "loss", (), 0.8),
     ),
-    "bad rows are the rows to blame": (bad(**NAMED), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
-    "all bad rows are to blame": (bad(**{**NAMED, "rows": (2, 5, 7)}), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9, "batch")),
+    "bad rows are the rows to blame": (bad(**NAMED), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9)),
+    "all bad rows are to blame": (bad(**{**NAMED, "rows": (2, 5, 7)}), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9)),
     "other rows are to blame": (bad(**{**NAMED, "rows": (2, 3)}), replace(DOMAIN, samples=(2, 3))),
     "no rows are to blame": (bad(**{**NAMED, "rows": ()}), DOMAIN),
     "bad without the rows": (bad(**{**NAMED, "without_rows": "bad"}), replace(DOMAIN, samples=(7, 2))),
-    "bad inputs and no origin": (bad(inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch")),
+    "bad inputs and no origin": (bad(inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8)),
     "bad inputs, gradients first": (
-        bad(inputs_bad=MISSING, first="gradients"),
-        decided("input_nonfinite", "inputs/a", (2, 5), 0.8, "batch"),
+        bad(inputs_bad=MISSING, bad_site="gradients"),
+        decided("input_nonfinite", "inputs/a", (2, 5), 0.8),
     ),
-    "bad targets and no origin": (bad(targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8, "batch")),
-    "bad targets, gradients first": (bad(targets_bad=UNLABELLED, first="gradients"), EXPLODES),
-    "bad inputs, weights first": (bad(inputs_bad=MISSING, first="weights"), BLAMED),
+    "bad targets and no origin": (bad(targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8)),
+    "bad targets, gradients first": (bad(targets_bad=UNLABELLED, bad_site="gradients"), EXPLODES),
+    "bad inputs, weights first": (bad(inputs_bad=MISSING, bad_site="weights"), BLAMED),
     "bad inputs, and an operation": (bad(inputs_bad=MISSING, origin=origin()), DOMAIN),
 }
 """NaN or Inf in the batch."""
 
-OUT_OF_RANGE = decided("target_out_of_range", "cce", (3,), 0.9, "targets")
+OUT_OF_RANGE = decided("target_out_of_range", "cce", (3,), 0.9)
 HARMLESS = replace(FAULT, proof="")
 
 TARGETS = {
@@ -268,8 +268,8 @@ TARGETS = {
 }
 """Targets that the loss does not accept."""
 
-SCALED = {"first": "gradients", "origin": origin("MatMul", "backward", (ONE,))}
-GRADIENT = decided("gradient_domain", "mse", because="domain")
+SCALED = {"bad_site": "gradients", "origin": origin("MatMul", "backward", (ONE,))}
+GRADIENT = decided("gradient_domain", "mse")
 
 
 def scaled(scale, **more):
@@ -278,25 +278,25 @@ def scaled(scale, **more):
 
 
 TOO_HIGH = decided("loss_scale_collapsed", "", confidence=0.9, because="scale_high")
-TOO_LOW = decided("loss_scale_collapsed", "", confidence=0.8, because="scale")
+TOO_LOW = decided("loss_scale_collapsed", "", confidence=0.8)
 
 SCALE = {
     **{
-        f"a scale of {scale}": (scaled(scale), decided("loss_scale_collapsed", "", (), 0.95, "scale"))
+        f"a scale of {scale}": (scaled(scale), decided("loss_scale_collapsed", "", (), 0.95))
         for scale in (0.0, -2.0, INF, NAN)
     },
     "no scale": (scaled(None), GRADIENT),
     "a scale of 1": (scaled(1.0), GRADIENT),
     "a scale below 1": (scaled(below(1.0)), TOO_LOW),
     "a tiny scale": (scaled(5e-324), TOO_LOW),
-    "a scale below 1, nothing bad": (scaled(0.5, first="", unscaled="finite"), TOO_LOW),
+    "a scale below 1, nothing bad": (scaled(0.5, bad_site="", unscaled="finite"), TOO_LOW),
     "a scale below 1, the loss is bad": (bad(loss_scale=0.5, origin=origin()), DOMAIN),
     "a scale below 1, bad inputs": (scaled(0.5, inputs_bad=MISSING), GRADIENT),
     "a scale below 1, bad without it": (scaled(0.5, unscaled="bad"), GRADIENT),
     "a high scale": (scaled(above(2.0**24), unscaled="finite"), TOO_HIGH),
     **{
         f"a high scale, {first or 'nothing'} first": (
-            scaled(2.0**30, first=first, unscaled="finite"),
+            scaled(2.0**30, bad_site=first, unscaled="finite"),
             TOO_HIGH,
         )
         for first in ("loss", "statistics", "")
@@ -315,8 +315,8 @@ def half(**more):
     return bad(**{**HALF, **more})
 
 
-TOO_LARGE = decided("float16_overflow", "dense", (3,), 0.9, "float32")
-TOO_SMALL = decided("float16_underflow", "mse", (3,), 0.9, "float32")
+TOO_LARGE = decided("float16_overflow", "dense", (3,), 0.9)
+TOO_SMALL = decided("float16_underflow", "mse", (3,), 0.9)
 SMALL_RESULT = origin("MatMul", "forward", (operand(2.0),), dtype="float16", culprit="dense")
 
 LOW_PRECISION = {
@@ -334,21 +334,21 @@ LOW_PRECISION = {
     "a pole, of weights that have grown": (half(origin=origin(), growth=grows(weights=20.0)), TOO_SMALL),
     "exp": (half(origin=EXP), replace(TOO_LARGE, culprit="act")),
     "a pole": (half(origin=origin()), TOO_SMALL),
-    "a pole in the gradients": (half(first="gradients", origin=origin()), replace(TOO_SMALL, cause="float16_overflow")),
-    "a zero in the gradients": (half(first="gradients", origin=origin(operands=(ONE, ZERO))), TOO_SMALL),
+    "a pole in the gradients": (half(bad_site="gradients", origin=origin()), replace(TOO_SMALL, cause="float16_overflow")),
+    "a zero in the gradients": (half(bad_site="gradients", origin=origin(operands=(ONE, ZERO))), TOO_SMALL),
     "a zero that overflows": (half(origin=replace(SMALL_RESULT, operands=(ZERO,))), TOO_LARGE),
     "nobody knows where": (half(), replace(TOO_LARGE, culprit="d/kernel")),
     "bad in float32": (half(float32="bad", origin=origin()), replace(DOMAIN, samples=(3,))),
     "float32 throughout": (half(low_precision="", origin=origin()), replace(DOMAIN, samples=(3,))),
-    **{f"{first} first": (half(first=first), BLAMED) for first in ("weights", "slots")},
+    **{f"{first} first": (half(bad_site=first), BLAMED) for first in ("weights", "slots")},
 }
 """The same step in float32 is finite."""
 
 ROUNDED = replace(ADAM, epsilon_in_dtype=0.0)
-EXPLODED = decided("divergence", confidence=0.8, because="growth")
+EXPLODED = decided("divergence", confidence=0.8)
 
 UPDATE = {
-    "an update": (bad(first="slots", optimizers=(ADAM,)), BLAMED),
+    "an update": (bad(bad_site="slots", optimizers=(ADAM,)), BLAMED),
     **{
         f"a rate of {rate}": (update(optimizers=(ADAM, replace(ADAM, learning_rate=rate))), RATE)
         for rate in (NAN, INF)
@@ -473,7 +473,7 @@ DIVERGENCE |= {
         risen(**{**FAR, "inputs": (), "targets": FAR["inputs"]}),
         OUTLIER,
     ),
-    "an outlier in the optimizer": (bad(first="slots", **FAR), OUTLIER),
+    "an outlier in the optimizer": (bad(bad_site="slots", **FAR), OUTLIER),
     "an outlier of an ordinary size": (
         risen(**{**FAR, "inputs": (spread("inputs", below(1e4), outliers=(1,)),)}),
         GREW,
@@ -484,13 +484,13 @@ DIVERGENCE |= {
 }
 
 HUGE = (spread("ids", 1e9, integer=True), spread("inputs", 1e4))
-UNSCALED = decided("input_scale", "inputs", confidence=0.8, because="huge")
+UNSCALED = decided("input_scale", "inputs", confidence=0.8)
 CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class="Normalization")
 
 def overflowing(count=16, **growth):
     """Return the evidence of a row of 1e38 in a committed step whose own loss and gradients are huge."""
     huge, before = (spread("inputs", 1e38, outliers=(3,)),), {"losses": (1.0, 1.5), "norms": (0.5, 0.8), **growth}
-    slots = {"first": "slots", "gradient_norm": 1e19, "inputs": huge, "growth": grows(loss=1e30, norm=1e19, **before)}
+    slots = {"bad_site": "slots", "gradient_norm": 1e19, "inputs": huge, "growth": grows(loss=1e30, norm=1e19, **before)}
     return seen("slots:nonfinite", **{**slots, "count": count})
 
 
@@ -510,7 +510,7 @@ INPUT_SCALE = {
         replace(UNSCALED, samples=(3,)),
     ),
     "large inputs": (bad(origin=OVERFLOW, inputs=(spread("inputs", below(1e4)),)), FORWARD),
-    "huge inputs, squared in the update": (bad(first="slots", origin=OVERFLOW, inputs=HUGE), UNSCALED),
+    "huge inputs, squared in the update": (bad(bad_site="slots", origin=OVERFLOW, inputs=HUGE), UNSCALED),
     "huge inputs, and no overflow": (bad(origin=POLE, inputs=HUGE), FORWARD),
     "huge inputs, and an explosion": (bad("gradients:explosion", inputs=HUGE), UNSCALED),
     "huge inputs, and another explosion": (bad("weights:explosion", inputs=HUGE), UNKNOWN),
@@ -527,7 +527,7 @@ INPUT_SCALE = {
     "constant features, and a pole": (bad(origin=POLE, table=(layer(maximum=1e4),)), FORWARD),
     "constant features, divided by": (bad(origin=CONSTANT, rows=(2,)), decided("input_scale", "norm", (2,), 0.8, "constant")),
     "divided by in another layer": (bad(origin=replace(CONSTANT, layer_class="Dense")), replace(FORWARD, culprit="norm")),
-    "divided by, backwards": (bad(origin=replace(CONSTANT, phase="backward")), decided("gradient_domain", "norm", because="domain")),
+    "divided by, backwards": (bad(origin=replace(CONSTANT, phase="backward")), decided("gradient_domain", "norm")),
     "an overflow in the layer": (
         bad(origin=replace(OVERFLOW, layer_class="Normalization", culprit="norm")),
         replace(FORWARD, culprit="norm"),
@@ -545,31 +545,31 @@ REST = {
     "overflow next to one": (bad(origin=OVERFLOW, table=(layer("rnn", "LSTM"),)), FORWARD),
     "overflow elsewhere": (bad(origin=OVERFLOW), FORWARD),
     "a pole in a recurrent layer": (bad(origin=replace(POLE, layer_class="LSTM")), FORWARD),
-    "a sum of squares": (bad(first="gradients"), EXPLODES),
-    "a sum of squares, not bad again": (bad(first="gradients", result="failed"), UNKNOWN),
-    "an operation in the gradients": (bad(first="gradients", origin=origin()), GRADIENT),
+    "a sum of squares": (bad(bad_site="gradients"), EXPLODES),
+    "a sum of squares, not bad again": (bad(bad_site="gradients", result="failed"), UNKNOWN),
+    "an operation in the gradients": (bad(bad_site="gradients", origin=origin()), GRADIENT),
     "a pole in the gradient": (
         bad(origin=origin(phase="backward", culprit="", variables=("v", "w")), rows=(2,)),
         replace(GRADIENT, culprit="v", samples=(2,)),
     ),
     "a pole in the gradient outside of all layers": (
-        bad(origin=origin(phase="backward", culprit=""), first_path=""),
+        bad(origin=origin(phase="backward", culprit=""), bad_path=""),
         replace(GRADIENT, culprit="loss"),
     ),
     "a pole in the loss": (bad(origin=origin(culprit=""), rows=(2,)), replace(DOMAIN, culprit="loss", samples=(2,))),
     "a pole outside of every layer": (bad(origin=origin(phase="forward", frames=(), culprit="")), replace(DOMAIN, culprit="loss")),
     "a pole in the loss, and gradients that show it": (
-        bad(origin=origin(), first="gradients", table=(layer(nan=1),)),
+        bad(origin=origin(), bad_site="gradients", table=(layer(nan=1),)),
         DOMAIN,
     ),
-    "a pole in the loss that nothing shows": (bad(origin=origin(), first="statistics"), replace(UNKNOWN, culprit="mse")),
-    "a pole that is masked in a layer": (bad(origin=POLE, first="gradients", table=(layer(),)), replace(GRADIENT, culprit="dense")),
-    "a slope that is masked": (bad(origin=replace(POLE, phase="slope"), first="gradients"), replace(GRADIENT, culprit="dense")),
-    "a pole that a layer shows": (bad(origin=POLE, first="gradients", table=(layer(), layer(nan=1))), FORWARD),
+    "a pole in the loss that nothing shows": (bad(origin=origin(), bad_site="statistics"), replace(UNKNOWN, culprit="mse")),
+    "a pole that is masked in a layer": (bad(origin=POLE, bad_site="gradients", table=(layer(),)), replace(GRADIENT, culprit="dense")),
+    "a slope that is masked": (bad(origin=replace(POLE, phase="slope"), bad_site="gradients"), replace(GRADIENT, culprit="dense")),
+    "a pole that a layer shows": (bad(origin=POLE, bad_site="gradients", table=(layer(), layer(nan=1))), FORWARD),
     "a slope": (bad(origin=replace(POLE, phase="slope"), rows=(1,)), replace(FORWARD, samples=(1,))),
-    "a pole in the update": (bad(origin=replace(POLE, phase="update"), first="gradients"), replace(UNKNOWN, culprit="dense")),
+    "a pole in the update": (bad(origin=replace(POLE, phase="update"), bad_site="gradients"), replace(UNKNOWN, culprit="dense")),
     "a constant": (bad(origin=replace(POLE, source="constant")), UNKNOWN),
-    "bad weights after growth": (seen("weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6, because="growth")),
+    "bad weights after growth": (seen("weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6)),
     "bad weights without": (seen("weights:nonfinite"), UNKNOWN),
     "bad weights after growth, refused": (seen("weights:nonfinite", growth=RISEN, refused=True), UNKNOWN),
     "bad weights after growth, replayed": (seen("weights:nonfinite", growth=RISEN, result="finite"), UNKNOWN),
@@ -590,7 +590,7 @@ def test_the_evidence_decides_all_of_the_conclusion(name):
     evidence, expected = CASES[name]
     assert decide(evidence) == expected
     diagnosis = conclude(evidence)
-    assert diagnosis.cause == expected.cause and diagnosis.advice and (diagnosis.evidence or not evidence.first)
+    assert diagnosis.cause == expected.cause and diagnosis.advice and (diagnosis.evidence or not evidence.bad_site)
     assert all(text.endswith((".", ":")) for text in (*diagnosis.evidence, *diagnosis.advice))
 
 
@@ -623,7 +623,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("where", "expected"), KINDS)
 def test_how_a_value_became_nonfinite(where, expected):
-    assert evidence_of(origin=where).kind == expected
+    assert evidence_of(origin=where).mechanism == expected
 
 
 @pytest.mark.parametrize(("grew", "expected"), [

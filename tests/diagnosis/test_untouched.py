@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 from keras_nanguard import NanGuard, diagnose
-from keras_nanguard._diagnose import explain_step
+from keras_nanguard._diagnose import explainer
 
 MODES = {
     "graph": {},
@@ -62,13 +62,13 @@ def test_examining_a_model_changes_nothing():
 
 
 def test_a_diagnosis_that_fails_becomes_evidence_without_that_of_an_earlier_one(monkeypatch, tmp_path):
-    gather, asked = explain_step.gather, []
+    gather, asked = explainer.gather, []
 
     def gathers_once(*args):
         asked.append(args)
         return gather(*args) if len(asked) == 1 else 1 / 0
 
-    monkeypatch.setattr(explain_step, "gather", gathers_once)
+    monkeypatch.setattr(explainer, "gather", gathers_once)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
     case.x[[21, 37]] = np.nan
     guard = NanGuard(verbose=0, directory=tmp_path)

@@ -8,8 +8,8 @@ import pytest
 
 from keras_nanguard import Incident, NanGuard
 from keras_nanguard._core.history import History
-from keras_nanguard._diagnose.configuration import optimizer_facts
-from keras_nanguard._diagnose.written import MODERATE, PROVEN, wrote_otherwise
+from keras_nanguard._diagnose.incident_evidence import optimizer_facts
+from keras_nanguard._diagnose.other_writers import MODERATE, PROVEN, is_by_other_code
 
 
 def parts(optimizer, weight, slot=None):
@@ -27,7 +27,7 @@ def stays_finite(state, norm):
     """Whether no update can have made bad values of this state, with this norm of the gradient."""
     incident = Incident(3, 0, 3, (), values={"gradient_norm": norm})
     facts = tuple(map(optimizer_facts, state.optimizers))
-    return wrote_otherwise(SimpleNamespace(history=History()), incident, state, facts)
+    return is_by_other_code(SimpleNamespace(history=History()), incident, state, facts)
 
 
 @pytest.mark.parametrize("name", PROVEN)

@@ -239,7 +239,7 @@ def case(directory, number, kind, fault, world):
 def main():
     directory, *cases = sys.argv[1:]
     os.makedirs(directory, exist_ok=True)
-    import keras_nanguard._diagnose.explain_step
+    import keras_nanguard._diagnose.explainer
     import keras_nanguard._fit.session  # noqa: F401  what each process would import
 
     for number, text in enumerate(cases):

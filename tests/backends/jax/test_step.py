@@ -17,7 +17,7 @@ from support import zoo
 
 from keras_nanguard import GuardError, NanGuard
 from keras_nanguard._backends.jax.step import StartedStep, Transaction
-from keras_nanguard._diagnose import explain_step
+from keras_nanguard._diagnose import explainer
 from keras_nanguard.testing import inject
 
 BAD = (3, 4, 8)
@@ -345,7 +345,7 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
-        step, (batch,) = explain_step.step_of(guard.session.run), guard.session.run.access.transaction.given
+        step, (batch,) = explainer.step_of(guard.session.run), guard.session.run.access.transaction.given
         loss = step.rerun((batch,)).loss
         bad = step.rerun(((batch[0] * np.nan, batch[1]),))
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))

@@ -11,7 +11,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._diagnose.evidence import OptimizerFacts
-from keras_nanguard._diagnose.facts import RunView
+from keras_nanguard._diagnose.incident_evidence import RunView
 from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
@@ -36,7 +36,7 @@ TERM = 1e30
 MIN_EPSILON = 1e-12
 
 
-def wrote_otherwise(
+def is_by_other_code(
     run: RunView, incident: Incident, train_state: TrainState, facts: Sequence[OptimizerFacts]
 ) -> bool:
     """Whether no update can have produced the bad values of a committed step: given numbers of this

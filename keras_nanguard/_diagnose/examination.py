@@ -18,11 +18,12 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
+from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
-from keras_nanguard._diagnose.explain_step import conclude
-from keras_nanguard._diagnose.facts import known
+from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import layer_table
-from keras_nanguard._diagnose.trials import Case, tensors, with_trials
+from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -34,7 +35,7 @@ from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
-"""Version of the JSON format of an `DiagnosisReport`."""
+"""Version of the JSON format of a `DiagnosisReport`."""
 
 MAX_VARIANCE_RATIO = 1e3
 """Factor between a moving variance and that of the batch above which the moving variance is
@@ -132,51 +133,48 @@ def diagnose(model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> Di
         kinds = ", ".join(type(p).__name__ for p in (x, y, sample_weight))
         what, received = "x, y and sample_weight as arrays", f"{kinds} ({first_line(error)})"
         raise GuardError(expected(what, received, "Pass the arrays of one batch.")) from error
-    return _examined(model, (data,), trains=y is not None)
+    return _examine(model, (data,), trains=y is not None)
 
 
 class _Pass(NamedTuple):
     """One run on the batch: a forward pass in one mode, or a train step.
 
     Attributes:
-        step: what ran.
+        name: what ran, in words.
+        step: the same, to be run again.
         run: its result; of a forward pass the site `"outputs"` is bad if an output is.
         outputs: the outputs of a forward pass, `None` if it raised.
         far: of a pass in training mode, the layers whose moving statistics are wrong: the Keras
             path of each moving variance, with a sentence.
     """
 
+    name: str
     step: ReplayableStep
     run: ReplayResult
     outputs: Any = None
     far: Mapping[str, str] = {}
 
 
-def _examined(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
+def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     """Run both modes and, if `trains` and if the model is compiled, a train step."""
     step = ReplayableStep.of(model, list(TrainState.of(model).optimizers))
     inference, training = (_forward(step, batch, mode) for mode in (False, True))
-    passes = {
-        "the forward pass in inference mode": inference,
-        "the forward pass in training mode": training,
-    }
-    trained = ReplayResult()
-    if trains := trains and bool(getattr(model, "compiled", False)) and bool(step.optimizers):
+    trained = None
+    if trains and getattr(model, "compiled", False) and step.optimizers:
         if training.outputs is not None:
             keras_losses.build_losses(model, batch[0][1], training.outputs)
-        trained = step.run(batch, observe=True, update=True)
-        passes["a train step"] = _Pass(step, trained)
-    bad = next((one for one in passes.values() if not one.run.finite), None)
-    shown = bad or passes.get("a train step", inference)
-    evidence = _evidence(step, batch, inference, training, shown)
-    result = trained.word if trains else ""
+        trained = _Pass("a train step", step, step.run(batch, observe=True, update=True))
+    passes = [one for one in (inference, training, trained) if one is not None]
+    bad = next((one for one in passes if not one.run.finite), None)
+    evidence = _evidence(step, batch, inference, training, bad or trained or inference)
     found = conclude(evidence)
-    raised = [f"{what} raised {_plain(p.run.error)}" for what, p in passes.items() if p.run.error]
+    raised = [f"{one.name} raised {_plain(one.run.error)}" for one in passes if one.run.error]
     if found.cause == "unknown" and raised:
         remedy = "Pass one batch, x and y as for fit."
         raise GuardError(expected("data that the model accepts", raised[0], remedy))
-    if not (evidence.first or evidence.state or evidence.notes):
+    if not (evidence.bad_site or evidence.state or evidence.notes):
         found = replace(found, advice=())
+    result = "" if trained is None else trained.run.word
     return DiagnosisReport(found, inference.run.rows, training.run.rows, result)
 
 
@@ -194,20 +192,21 @@ def _evidence(
     if far:
         findings.append(Finding("statistics", "out_of_range", next(iter(far))))
     evidence = replace(
-        known(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
+        incident_evidence(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
         trials=TrialFacts(
             inference="" if inference.run.error else inference.run.word,
             training="" if training.run.error else training.run.word,
         ),
+        batch=batch_facts(step.model, batch),
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = map(keras_variables.dense, keras.tree.flatten(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
-    case = Case(shown.step, batch, evidence).with_batch().with_run(run).with_targets()
+    case = Case(shown.step, batch, evidence).with_run(run)
     if not run.finite:
         case = case.with_part("replay", result=run.word)
-    return with_trials(case).evidence
+    return run_trials(case).evidence
 
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
@@ -236,7 +235,8 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     bad = run.first == "loss"  # the outputs, in place of losses
     place = run.origin.culprit if bad and run.origin is not None else ""
     run = replace(run, first="outputs" if bad else "", first_path=place)
-    return _Pass(forward, run, seen.get("outputs"), dict(far))
+    name = f"the forward pass in {'training' if training else 'inference'} mode"
+    return _Pass(name, forward, run, seen.get("outputs"), dict(far))
 
 
 def _float_arrays(outputs: Any) -> list[Any]:

@@ -9,11 +9,18 @@ from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import Any, Protocol
 
+import numpy as np
+
+from keras_nanguard._backends import interface
 from keras_nanguard._core.history import Growth, History, magnitudes, sizes
 from keras_nanguard._core.incident import Finding, Incident
-from keras_nanguard._diagnose.configuration import lowest, optimizer_facts
-from keras_nanguard._diagnose.evidence import Evidence, RunFacts
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._core.literals import LOW, RESULT_SITES
+from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, RunFacts
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 RECENT = 5
@@ -21,25 +28,27 @@ RECENT = 5
 taken.
 """
 
+SETTINGS = (
+    *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon"),
+    *("clipnorm", "clipvalue", "global_clipnorm", "centered", "gradient_accumulation_steps"),
+)
+"""Hyperparameters of optimizers that are reported with the learning rate, if they are in use."""
 
-class RunView(Protocol):
-    """What the diagnosis reads of a run of the host (`_fit/run.py::Run`).
+LIBRARIES = ("keras.", "keras_nanguard.", "torch.", "optax.")
+"""Modules whose optimizers are not the user's own code, with those in which the guard wraps one."""
+
+
+class RunView(interface.Run, Protocol):
+    """What the diagnosis reads of a run of the host (`_fit/run.py::Run`) besides what backends do.
 
     Attributes:
-        access: its `transaction` is the guarded step (`_backends/interface.py::StateAccess`).
         directory: folder for files; `None` writes nothing.
         ring: the snapshots (`_fit/snapshots.py::Ring`).
     """
 
-    model: Any
-    access: Any
     directory: str | None
     history: History
     ring: Any
-
-    @property
-    def step(self) -> int:
-        """Number of complete train steps, including refused ones."""
 
     @property
     def tolerated(self) -> frozenset[int]:
@@ -49,7 +58,7 @@ class RunView(Protocol):
         """Return the train state, whose variables have the current values."""
 
 
-def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
+def incident_evidence(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
     """Return the evidence that an incident and the configuration of its model already have.
 
     Args:
@@ -62,14 +71,14 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
         step=incident.step,
         refused=incident.refused,
         findings=findings,
-        state=with_roles(train_state, (f.path for f in state)),
-        first="" if _bad_before_update(incident) else site,
-        first_path=next((f.path for f in findings if f.path), ""),
+        state=_with_roles(train_state, (f.path for f in state)),
+        bad_site="" if _bad_before_update(incident) else site,
+        bad_path=next((f.path for f in findings if f.path), ""),
         run=RunFacts(
             optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
             gradient_norm=incident.values.get("gradient_norm", math.nan),
             loss_scale=incident.values.get("loss_scale"),
-            low_precision=lowest(model),
+            low_precision=_lowest(model),
         ),
     )
 
@@ -77,7 +86,7 @@ def known(model: Any, train_state: TrainState, incident: Incident) -> Evidence:
 def bad_before(incident: Incident) -> list[Finding]:
     """Return the findings in the state before the step, or before a validation or prediction."""
     found = [f for f in incident.findings if f.site == "state"]
-    if found or {"validation", "predictions"}.isdisjoint(incident.sites):
+    if found or not any(site in RESULT_SITES for site in incident.sites):
         return found
     return [f for f in incident.findings if f.site in ("weights", "statistics")]
 
@@ -138,7 +147,7 @@ def _factor(first: list[float], last: list[float]) -> float:
     return max(last) / start
 
 
-def with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def _with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return each path with the role of its variable: `weights`, `statistics` or `slots`.
 
     A path may begin with the name of a model that Keras leaves out if it creates the model from its
@@ -152,3 +161,44 @@ def with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str
         return next((roles[known] for known in roles if f"/{path}".endswith(known)), "weights")
 
     return tuple((path, role(path)) for path in paths)
+
+
+def _lowest(model: Any) -> str:
+    """Return the lowest float dtype that a layer of the model computes in, `""` if that is float32
+    or higher.
+    """
+    layers = keras_layers.layers_of(model)
+    found = {str(getattr(layer, "compute_dtype", "")) for layer in layers}
+    found |= {str(v.dtype) for v in model.variables}
+    return next((name for name in LOW if name in found), "")
+
+
+def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
+    """Return the hyperparameters of an optimizer; `committed`: the step in question has already
+    been counted.
+    """
+    optimizer = keras_optimizers.inner(whole)
+    rate_of = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
+    dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
+    dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
+    epsilon = getattr(optimizer, "epsilon", None)
+    rounded = np.float16 if dtype == "float16" else np.float32
+    settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
+    known = {
+        name: float(value)
+        for name, value in settings.items()
+        if isinstance(value, (int, float)) and value
+    }
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        learning_rate=keras_optimizers.rate_if_known(rate_of, whole),
+        epsilon=None if epsilon is None else float(epsilon),
+        epsilon_in_dtype=None if epsilon is None else float(rounded(epsilon)),
+        dtype=dtype,
+        clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
+        scaled=keras_optimizers.is_loss_scaled(whole),
+        scheduled=keras_optimizers.rate_variable(optimizer) is None,
+        settings=known,
+        iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
+        own=not type(optimizer).__module__.startswith(LIBRARIES),
+    )

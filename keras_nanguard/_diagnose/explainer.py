@@ -21,21 +21,21 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
+from keras_nanguard._diagnose.case import Case, batch_facts, negative_loss, obstacle_to
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.changes import Start
-from keras_nanguard._diagnose.configuration import negative_loss
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
-from keras_nanguard._diagnose.facts import (
+from keras_nanguard._diagnose.exceptions import explain_exception
+from keras_nanguard._diagnose.incident_evidence import (
     RunView,
     committed_site,
     growth,
-    known,
+    incident_evidence,
 )
 from keras_nanguard._diagnose.iterators import reads_iterator
-from keras_nanguard._diagnose.raised import explained
+from keras_nanguard._diagnose.other_writers import is_by_other_code, negative_slot
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
-from keras_nanguard._diagnose.trials import Case, investigated, is_bad_at_start
-from keras_nanguard._diagnose.written import negative_slot, wrote_otherwise
+from keras_nanguard._diagnose.step_changes import Start, at_state
+from keras_nanguard._diagnose.trials import investigate
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 FULL = 3
@@ -55,6 +55,9 @@ MAX_FULL = 20
 REUSED = "Reused from an earlier step with the same findings."
 """First evidence of a diagnosis that was not made for the step itself."""
 
+Signature = tuple[bool, tuple[tuple[str, str, str], ...]]
+"""Whether a step was refused, and site, kind and path of each finding."""
+
 
 class Explainer:
     """Diagnoses the incidents of one run.
@@ -65,10 +68,10 @@ class Explainer:
 
     def __init__(self, run: RunView, says: bool) -> None:
         self.run, self.says = run, says
-        self._signature: Any = None
-        self._repeats = self._last_step = 0
-        self._known: dict[Any, Diagnosis] = {}
-        self._full: Counter[Any] = Counter()
+        self._last: tuple[Signature | None, int] = None, 0
+        self._repeats = 0
+        self._known: dict[Signature, Diagnosis] = {}
+        self._full: Counter[Signature] = Counter()
 
     @np.errstate(all="ignore")  # the values are not finite
     def __call__(
@@ -77,14 +80,15 @@ class Explainer:
         """Return the diagnosis of an incident, and the evidence for its bundle: no measurements if
         the diagnosis failed, `None` if that of an earlier incident is reused. Never raises.
         """
-        run, earlier = self.run, self._earlier(incident)
+        run, signature = self.run, _signature(incident)
+        earlier = self._earlier(signature, incident.step)
         try:
             with without_faults(run.model):
                 if earlier is not None:
-                    return self._taken_over(earlier, report), None
+                    return self._with_own_rows(earlier, report), None
                 evidence = gather(run, incident, report)
-                found = diagnosed(run.model, evidence, report and report.batch)
-                self._known[self._signature] = found
+                found = diagnose_step(run.model, evidence, report and report.batch)
+                self._known[signature] = found
                 return found, evidence
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
@@ -92,7 +96,7 @@ class Explainer:
             return Diagnosis("unknown", evidence=(why,)), measured
 
     @np.errstate(all="ignore")  # the values are not finite
-    def bundle(
+    def write_bundle(
         self, incident: Incident, report: Report | None, evidence: Evidence | None
     ) -> str | None:
         """Write a bundle if the incident was diagnosed in full; returns its path, `None` if none
@@ -102,10 +106,10 @@ class Explainer:
         wanted = self.run.directory is not None and incident.refused
         if evidence is None or batch is None or not wanted:
             return None
-        from keras_nanguard._diagnose import bundle
+        from keras_nanguard._diagnose.bundle import write
 
         try:
-            return bundle.write(self.run, incident, batch, evidence)
+            return write(self.run, incident, batch, evidence)
         except Exception as error:  # noqa: BLE001  a full disk must not end training
             if self.says:
                 reason = f"{type(error).__name__}: {error}"
@@ -122,11 +126,11 @@ class Explainer:
         """
         run = self.run
         try:
-            if report is None or report.batch is None or _reads_iterator(run):
+            step, start = step_of(run), _start(run)
+            if report is None or report.batch is None or start is None or _obstacle(run, step):
                 return False
-            case = Case(step_of(run), report.batch, Evidence(), _start(run))
-            with without_faults(run.model):
-                return is_bad_at_start(case, update)
+            with without_faults(run.model), at_state(step, start):
+                return step.run(report.batch, update=update).word == "bad"
         except Exception:  # noqa: BLE001  then a rollback may cure it
             return False
 
@@ -135,35 +139,39 @@ class Explainer:
         try:
             transaction = self.run.access.transaction
             batch = None if transaction.given is None else transaction.batch(transaction.given)
-            return explained(self.run.model, str(error), batch)
+            return explain_exception(self.run.model, str(error), batch)
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 
-    def _earlier(self, incident: Incident) -> Diagnosis | None:
+    def _earlier(self, signature: Signature, step: int) -> Diagnosis | None:
         """Count an incident; return the diagnosis that it reuses, `None` if it is diagnosed in
         full.
         """
-        signature = (incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings))
-        again = signature == self._signature and incident.step - self._last_step <= 1
+        last, last_step = self._last
+        again = signature == last and step - last_step <= 1
         self._repeats = self._repeats + 1 if again else 1
-        self._signature, self._last_step = signature, incident.step
+        self._last = signature, step
         if signature in self._known and (self._repeats > FULL or self._full[signature] >= MAX_FULL):
             return self._known[signature]
         self._full[signature] += 1
         return None
 
-    def _taken_over(self, known: Diagnosis, report: Report | None) -> Diagnosis:
+    def _with_own_rows(self, known: Diagnosis, report: Report | None) -> Diagnosis:
         """Return an earlier diagnosis for an incident with the same findings, with its own bad
         rows, and with the evidence that names them in place of that of the earlier step.
         """
         rows: tuple[int, ...] = ()
         seen = known.evidence
         if report is not None and known.cause in NAMES_DATA & causes_with("batch"):
-            e = Case(step_of(self.run), report.batch, Evidence()).with_batch().evidence
-            found = (*e.batch.inputs_bad, *e.batch.targets_bad)
-            rows = distinct(part.rows for part in found)
-            seen = tuple(data_sentences(e))
+            batch = batch_facts(self.run.model, report.batch)
+            rows = distinct(part.rows for part in (*batch.inputs_bad, *batch.targets_bad))
+            seen = tuple(data_sentences(batch))
         return dataclasses.replace(known, samples=rows, evidence=(REUSED, *seen))
+
+
+def _signature(incident: Incident) -> Signature:
+    """Return what incidents have in common that share a diagnosis."""
+    return incident.refused, tuple((f.site, f.kind, f.path) for f in incident.findings)
 
 
 def conclude(evidence: Evidence) -> Diagnosis:
@@ -180,12 +188,12 @@ def conclude(evidence: Evidence) -> Diagnosis:
     )
 
 
-def diagnosed(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
+def diagnose_step(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
     """Return the diagnosis that the evidence of a step supports: if its replay raises an exception,
     the one of this exception, if it has one.
     """
     failed = evidence.replay.result == "failed"
-    found = explained(model, evidence.replay.error, batch) if failed else None
+    found = explain_exception(model, evidence.replay.error, batch) if failed else None
     return conclude(evidence) if found is None else found[1]
 
 
@@ -194,32 +202,31 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     train_state, values = run.train_state(), incident.values
     run.history.start(run.ring.snapshots, train_state.trainable)
     own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
-    found, refused = known(run.model, train_state, incident), incident.refused
+    evidence, refused = incident_evidence(run.model, train_state, incident), incident.refused
     # The whole state was finite after the step before.
     finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
-    written = bool(found.state) and refused and finite_before
-    if found.first:
-        written = wrote_otherwise(run, incident, train_state, found.run.optimizers)
+    written, notes = bool(evidence.state) and refused and finite_before, tuple[str, ...]()
+    if evidence.bad_site:
+        written = is_by_other_code(run, incident, train_state, evidence.run.optimizers)
         if negative := negative_slot(train_state):
-            note = f"{negative} has negative values, whose roots in the update are NaN."
-            found = dataclasses.replace(found, notes=(note,))
+            notes = (f"{negative} has negative values, whose roots in the update are NaN.",)
     weights = () if committed_site(incident) else train_state.trainable
+    before = growth(run.history, incident.step, own, weights)
+    fault = None
+    if report is None or report.verdict.finite:
+        losses = [value for value in (*before.losses, own[0]) if value == value]
+        fault = negative_loss(run.model, losses)
     evidence = dataclasses.replace(
-        found,
+        evidence.with_part("run", growth=before, written=written),
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
-        run=dataclasses.replace(
-            found.run, growth=growth(run.history, incident.step, own, weights), written=written
-        ),
+        batch=BatchFacts(target_fault=fault),
+        notes=notes,
     )
-    if report is None or report.verdict.finite:
-        losses = [value for value in (*evidence.run.growth.losses, own[0]) if value == value]
-        batch = BatchFacts(target_fault=negative_loss(run.model, losses))
-        evidence = dataclasses.replace(evidence, batch=batch)
     if report is None or report.batch is None:
         return evidence
-    obstacle = ITERATOR if _reads_iterator(run) else ""
-    return investigated(Case(step_of(run), report.batch, evidence, _start(run)), obstacle).evidence
+    step = step_of(run)
+    return investigate(Case(step, report.batch, evidence, _start(run)), _obstacle(run, step))
 
 
 def _start(run: RunView) -> Start | None:
@@ -227,8 +234,10 @@ def _start(run: RunView) -> Start | None:
     return None if run.ring.start is None else run.ring.start.value
 
 
-def _reads_iterator(run: RunView) -> bool:
-    return isinstance(run.access, LoopStep) and reads_iterator(run.access.transaction.replayed)
+def _obstacle(run: RunView, step: ReplayableStep) -> str:
+    """Return why the step of a run cannot be replayed, as a sentence; `""` if it can."""
+    in_loop = isinstance(run.access, LoopStep)
+    return ITERATOR if in_loop and reads_iterator(step.body) else obstacle_to(step)
 
 
 def step_of(run: RunView) -> ReplayableStep:

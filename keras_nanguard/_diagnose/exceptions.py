@@ -12,8 +12,8 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
+from keras_nanguard._diagnose.case import targets_by_loss
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
-from keras_nanguard._diagnose.configuration import targets_by_loss
 from keras_nanguard._diagnose.sentences import at_rows
 from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
 
@@ -39,7 +39,7 @@ EITHER = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # PyTorch's compi
 Explained = tuple[Finding, Diagnosis]
 
 
-def explained(model: Any, message: str, batch: Any = None) -> Explained | None:
+def explain_exception(model: Any, message: str, batch: Any = None) -> Explained | None:
     """Return the finding and the diagnosis for an exception, `None` if it is not about the data or
     a numeric domain.
 

@@ -4,8 +4,8 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -19,17 +19,26 @@ from keras_nanguard._keras import (
     precision,
     variables as keras_variables,
 )
+from keras_nanguard._keras.train_state import TrainState
 
 Start = Callable[[Any], Any]
 """Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 
-def restore(variables: Sequence[Any], start: Start) -> None:
-    """Write the values of an earlier state, as far as it has them."""
-    for variable in variables:
-        value = start(variable)
-        if value is not None:
-            keras_variables.write(variable, value)
+@contextmanager
+def at_state(step: ReplayableStep, start: Start, rates: bool = False) -> Iterator[None]:
+    """Give a step an earlier state, as far as it is known, and restore the current one at the end.
+
+    Args:
+        rates: whether loss scale and learning rates are the earlier ones, too.
+    """
+    state = TrainState.of(step.model, step.optimizers)
+    with step.preserved():
+        for variable in state.everything if rates else state.restorable:
+            value = start(variable)
+            if value is not None:
+                keras_variables.write(variable, value)
+        yield
 
 
 def standardized(role: str, value: Any, ids: bool = True) -> Any:
