@@ -222,10 +222,14 @@ class Transaction(interface.Transaction):
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
-            steps = min(other.learned.steps, 1)
-            continues = other.learned.continues or None  # perhaps of another function
+            learned = other.learned  # perhaps of another function: what that has not done, this may
             self.learned = replace(
-                other.learned, steps=steps, stale=True, continues=continues, keeps_undo=True
+                learned,
+                steps=min(learned.steps, 1),
+                stale=True,
+                continues=learned.continues or None,
+                keeps_undo=True,
+                adds_by_hand=learned.adds_by_hand or None,
             )
 
     def follow(self, previous: interface.Transaction) -> None:

@@ -532,6 +532,38 @@ def test_gradients_that_a_step_adds_up_in_any_way(adds, bad):
     compared(adding_up(adds), bad)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_gradients_that_a_second_function_of_a_loop_adds_up(bad):
+    """The first one, which clears all gradients, has shown nothing about the second one."""
+    ends = []
+    for guarded in (True, False):
+        net, guard = network(), NanGuard(verbose=0)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+        def clearing(batch, net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+
+        def adding(batch, net=net, optimizer=optimizer):
+            parameters = list(net.parameters())
+            for p, new in zip(parameters, torch.autograd.grad(loss_of(net, batch), parameters)):
+                p.grad += new
+            optimizer.step()
+
+        with guard.watch(net, optimizer) if guarded else contextlib.nullcontext():
+            first, second = map(guard.step, (clearing, adding)) if guarded else (clearing, adding)
+            for batch in BATCHES[:2]:
+                first(batch)
+            for number, batch in enumerate(BATCHES[2:6]):
+                if guarded and number == bad:
+                    second(batch * math.nan)
+                second(batch)
+        assert [incident.step for incident in guard.incidents] == [2 + bad] * guarded
+        ends.append(list(net.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
 @pytest.mark.parametrize("bad", [0, 1, 4])
 def test_gradients_that_a_compiled_step_adds_up(bad):
     """The same; torch shows no backward pass of a compiled step."""
