@@ -290,10 +290,12 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
             current.replay().Instrument(step.model, calls.append) as layers,
             step.recorded(args, step.keeps_undo) as found,
         ):
-            traced[:] = calls, [path for _, path in found.gradients]
+            pass
+        pairs = [(g, path) for one, path in found.gradients for g in layers.returned((one,))]
+        traced[:] = calls, [path for _, path in pairs]
         groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in calls)
         tensors = [tuple(map(layers.returned, group)) for group in groups]
-        gradients = layers.returned(gradient for gradient, _ in found.gradients)
+        gradients = [gradient for gradient, _ in pairs]
         return found.losses, gradients, list(map(layers.tensor_of, statistics)), tensors
 
     losses, gradients, written, tensors = current.replay().compiled(body, step, args, jit)

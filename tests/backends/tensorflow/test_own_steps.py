@@ -11,6 +11,7 @@ from support import zoo
 from support.programs import RawLogs
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard._backends.shared.replay import ReplayableStep
 
 BATCH, BATCHES = 8, 10
 BAD = (2, 6)
@@ -581,3 +582,32 @@ def test_arguments_that_a_signature_leaves_out():
         with pytest.raises(TypeError, match=r"Expected flag=True, which the input_signature leaves out. Received: flag=False"):
             step(X, Y, flag=False)
     assert int(optimizer.iterations.numpy()) == 5
+
+
+class FirstFixed(Plain):
+    """Its first gradient is a constant; the second one is NaN for large inputs, in graphs only."""
+
+    fixed = np.zeros((6, 4), "float32")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        with tf.init_scope():
+            gradients[0] = tf.constant(self.fixed)
+        if not tf.executing_eagerly():
+            gradients[1] = tf.where(tf.reduce_max(x) > 50, np.nan, gradients[1])
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def test_a_gradient_that_is_a_constant():
+    """Another one, which only the graph has as NaN, is found by its own name."""
+    model = FirstFixed()
+    model.compile(sgd(), "mse", jit_compile=False)
+    model.build((None, 6))
+    batch = tf.constant(X[:BATCH] * 100), tf.constant(Y[:BATCH])
+    found = ReplayableStep.of(model, [model.optimizer]).run_compiled((batch,), jit=False)
+    assert (found.first, found.first_path) == ("gradients", model.dense.bias.path)
