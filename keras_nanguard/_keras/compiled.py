@@ -61,6 +61,19 @@ def _overridden(own: type, name: str) -> bool:
     return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
 
 
+def makes_as_keras(model: Any, make: Any) -> bool:
+    """Whether a method that makes the train function of a model, such as its own
+    `make_train_function`, is that of Keras, or that of a class of this library which calls it.
+    """
+    name, real = "make_train_function", getattr(make, "__func__", None)
+    methods = [vars(base)[name] for base in type(model).__mro__ if name in vars(base)]
+    if real not in methods:  # a function on the instance
+        return False
+    following = methods[methods.index(real) :]
+    called = (one for one in following if one.__module__.partition(".")[0] != "keras_nanguard")
+    return next(called, None) is keras.Model.make_train_function
+
+
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     """Return what a trace of a train step captures: the call of `compile`, optimizers, rates,
     variables; no `trainable`, since Keras keeps its train function until `compile` is called.

@@ -12,6 +12,7 @@ from keras import layers
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
+from keras_nanguard.testing import inject
 
 BAD = (3, 7)
 
@@ -225,3 +226,21 @@ def test_callbacks_of_a_fit(monkeypatch, fit):
     else:
         history = model.fit(x, y, zoo.BATCH, 1, 0, [note], shuffle=False)
     assert history.history["refused_steps"] == [2] and seen == [0]
+
+
+def test_a_rollback_replays_what_that_of_a_callback_does():
+    """The same bits and the same outcomes, after a state that became bad within the fit."""
+    data, ends, found = zoo.regression(), [], []
+    for of_model in (False, True):
+        guard = NanGuard(verbose=0)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,))
+        tensors = inputs, layers.Dense(1)(layers.BatchNormalization()(layers.Dense(8)(inputs)))
+        model = NanGuardModel(*tensors, guard=guard) if of_model else keras.Model(*tensors)
+        model.compile("adam", "mse")
+        with zoo.as_written(), inject(model, site="weights", step=5):
+            zoo.fit(model, data, None if of_model else guard)
+        ends.append([array for _, array in zoo.state_of(model)])
+        found.append([(i.step, i.diagnosis.cause, [(o.action, o.status, o.detail) for o in i.outcomes]) for i in guard.incidents])
+    assert found[0] == found[1] and "replayed" in found[0][0][2][0][2]
+    assert all(map(np.array_equal, *ends))

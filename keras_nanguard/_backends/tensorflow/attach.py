@@ -118,11 +118,15 @@ class ModelAttachment(_Traced, attach.Attachment):
         mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
         spread_out = strategy is not tf.distribute.get_strategy() or tf.distribute.has_strategy()
         steps = model.steps_per_execution
-        stock = getattr(self._make, "__func__", None) is keras.Model.make_train_function
-        host_takes = stock and not spread_out and steps == 1
+        host_takes = self._makes_as_keras and not spread_out and steps == 1
         eager = bool(model.run_eagerly) or tf.config.functions_run_eagerly()
         jit = bool(model.jit_compile) and not eager and not mirrored
         return Mode(strategy, mirrored, spread_out, steps, host_takes, eager, jit)
+
+    @property
+    def _makes_as_keras(self) -> bool:
+        """Whether Keras' own code makes the train function."""
+        return keras_compiled.makes_as_keras(self.model, self._make)
 
     def _created(self, mode: Mode) -> Transaction:
         """Return a new transaction."""
@@ -266,8 +270,8 @@ class OneStepFunction:
         return self._trace(data)
 
     def again(self, data: Any) -> Any:
-        """Run the step on an earlier batch."""
-        return (self._trace or self._function)(data)
+        """Run the step on an earlier batch, which may be of other data than the last iterator."""
+        return self._function(data)
 
     def _build_metrics(self, model: Any, spec: Any) -> None:
         """Build the metrics of a model with one output for batches like this, as `_build_optimizer`

@@ -9,7 +9,7 @@ import tensorflow as tf
 from support import zoo
 
 from keras_nanguard import NanGuard, NanGuardModel
-from keras_nanguard.testing import inject
+from keras_nanguard.testing import corrupt, inject
 
 
 class Traced(keras.Model):
@@ -173,27 +173,76 @@ def test_functions_that_run_eagerly():
         tf.config.run_functions_eagerly(False)
 
 
-def test_a_train_function_of_the_users_own_is_kept():
+class Counts(keras.Model):
+    """Counts the calls of its train function."""
+
+    calls = 0
+
+    def make_train_function(self, force=False):
+        made = super().make_train_function(force=force)
+        keras_own = self.train_function
+
+        def counting(iterator):
+            self.calls += 1
+            return keras_own(iterator)
+
+        self.train_function = counting
+        return made and counting
+
+
+@pytest.mark.parametrize("bases", [(Counts, Traced), (Counts, NanGuardModel, Traced), (NanGuardModel, Counts, Traced)])
+def test_a_train_function_of_the_users_own_is_kept(bases):
     """A model with a custom train function uses it."""
-
-    class Own(Traced):
-        calls = 0
-
-        def make_train_function(self, force=False):
-            made = super().make_train_function(force=force)
-            keras_own = self.train_function
-
-            def counting(iterator):
-                self.calls += 1
-                return keras_own(iterator)
-
-            self.train_function = counting
-            return made and counting
-
-    model, (x, y) = Own(), numbers(16)
+    model, (x, y) = type("Own", bases, {"nanguard_verbose": 0})(), numbers(16)
     model.compile("adam", "mse")
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[NanGuard(verbose=0)])
     assert model.calls == 8
+
+
+def in_a_loop(model, guard, batches, corrupted):
+    """Train on these batches one by one; NaN may be written into a weight before the last one."""
+    calls = keras.callbacks.CallbackList([guard], model=model, epochs=1, steps=len(batches))
+    calls.on_train_begin()
+    calls.on_epoch_begin(0)
+    for number, batch in enumerate(batches):
+        calls.on_train_batch_begin(number)
+        model.train_on_batch(*batch)
+        if corrupted and number == len(batches) - 2:
+            corrupt(model.layers[0].kernel)
+        calls.on_train_batch_end(number, {})
+    calls.on_epoch_end(0, {})
+    calls.on_train_end()
+
+
+@pytest.mark.parametrize("other", ["weights", "size"])
+def test_a_replay_of_batches_that_differ_from_those_of_the_fit_before(other):
+    """With sample weights, or of another size than a static one: the steps are those of the loop."""
+    (x, y), ends = numbers(16), []
+    weights = (np.linspace(0, 1, 8, dtype="float32"),) if other == "weights" else ()
+    size = 8 if weights else 5
+    batches = [(x[n : n + size], y[n : n + size], *weights) for n in range(6)]
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    for corrupted in (False, True):
+        model, guard = traced(), NanGuard(verbose=0, diagnose=False)
+        model.fit(data, verbose=0, callbacks=[guard])
+        in_a_loop(model, guard, batches, corrupted)
+        ends.append(model.get_weights())
+    assert "replayed" in guard.incidents[0].outcomes[0].detail
+    zoo.assert_same(*ends)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any size", "one size"])
+def test_a_replay_needs_no_trace(fixed):
+    """The steps run again by the trace of the fit, whose last batch may be short."""
+    x, y = numbers(24 if fixed else 20)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=fixed)
+    traces = []
+    for batch in (9, 2):  # after no batch, or after the last one
+        model, guard = traced(), NanGuard(verbose=0, diagnose=False)
+        model.fit(data, verbose=0, callbacks=[guard, zoo.After(lambda model: corrupt(model.layers[0].kernel), batch)])
+        traces.append(model.traces)
+    assert "replayed" in guard.incidents[0].outcomes[0].detail
+    assert traces[0] == traces[1]
 
 
 @pytest.mark.parametrize("of_model", [False, True], ids=["callback", "model"])
