@@ -21,7 +21,7 @@ Other modules of the same name have the same task in each backend; see docs/arch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import nan
@@ -442,8 +442,16 @@ class Session(Protocol):
     def may_run_ahead(self) -> bool:
         """Whether a healthy next step would only have to be counted."""
 
-    def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if batches are to be skipped."""
+    def skip_batches(self, iterator: Iterator[Any], most: int, whole: bool = False) -> int:
+        """Take the next batches that are to be skipped; return their number.
+
+        Args:
+            most: the maximum.
+            whole: whether all of these are skipped if one of them is.
+
+        Returns:
+            The number, 0 if none are to be skipped, or if the data has ended.
+        """
 
     def before(self, written: bool = True) -> None:
         """Run the tasks before an execution; `written`: variables may have been written since."""

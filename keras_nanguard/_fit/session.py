@@ -9,8 +9,9 @@ read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,16 +85,24 @@ class Session:
         healthy = self._deferred and not run.counts.idle
         return healthy and not self._has_to_act and run.step + 1 < run.due.next
 
-    def skips_batches(self, iterator: Any, batches: int) -> bool:
-        """Skip the batches of one execution, if batches are to be skipped."""
-        counts = self.run.counts
-        if counts.skip_batches <= 0:
-            return False
-        for _ in range(batches):
-            next(iterator)
+    def skip_batches(self, iterator: Iterator[Any], most: int, whole: bool = False) -> int:
+        """Take the next batches that are to be skipped; return their number.
+
+        Args:
+            most: the maximum.
+            whole: whether all of these are skipped if one of them is.
+
+        Returns:
+            The number, 0 if none are to be skipped, or if the data has ended.
+        """
+        counts, skipped = self.run.counts, 0
+        due = counts.skip_batches
+        for _ in islice(iterator, most if whole and due else min(most, due)):
             counts.skip_batch()
-        self.run.recording.place()
-        return True
+            skipped += 1
+        if skipped:
+            self.run.recording.place()
+        return skipped
 
     def before(self, written: bool = True) -> None:
         """Do what is due before an execution.

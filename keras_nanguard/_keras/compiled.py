@@ -74,6 +74,11 @@ def makes_as_keras(model: Any, make: Any) -> bool:
     return next(called, None) is keras.Model.make_train_function
 
 
+def takes_fewer_batches(model: Any) -> bool:
+    """Whether an execution of several steps, made by Keras, can run on a list of fewer batches."""
+    return hasattr(model, "_make_function")
+
+
 def built_in(model: Any, train_state: TrainState) -> tuple[Any, ...]:
     """Return what a trace of a train step captures: the call of `compile`, optimizers, rates,
     variables; no `trainable`, since Keras keeps its train function until `compile` is called.

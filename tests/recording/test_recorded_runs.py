@@ -119,13 +119,29 @@ def test_steps_that_are_run_again():
     np.testing.assert_array_equal(steps["loss"][8:10], steps["loss"][11:13])
 
 
-def test_skipped_batches():
-    """Batches that are skipped are no steps; the later ones keep their place in the epoch."""
-    guard = acting({"rollback": {"skip_batches": 2}})
-    zoo.run(lambda: zoo.plain(keras.optimizers.SGD(0.02)), zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
-    steps = counted(guard)
-    assert steps["batch"].tolist() == [*range(6), *range(8, 12)]
-    assert steps["step"].tolist() == list(range(10))
+@pytest.mark.parametrize(
+    ("steps", "batches", "bad", "skip", "trained"),
+    [
+        (1, 12, 5, 2, [[*range(6), *range(8, 12)], range(12)]),
+        (4, 12, 5, 2, [[*range(8), 10, 11], range(12)]),
+        (4, 14, 1, 7, [[*range(4), 11, 12, 13], range(14)]),
+        (4, 14, 1, 11, [range(4), range(1, 14)]),
+    ],
+    ids=["one step", "part of an execution", "several executions", "the end of an epoch and more"],
+)
+def test_skipped_batches(steps, batches, bad, skip, trained):
+    """Batches that are skipped are no steps; the later ones keep their place in the epoch, also
+    within an execution.
+    """
+    zoo.supported({"steps_per_execution": steps}, even=False)
+    guard = acting({"rollback": {"skip_batches": skip}})
+    model = zoo.plain(keras.optimizers.SGD(0.02), steps_per_execution=steps)
+    with inject(model, site="gradients", step=bad):
+        zoo.trained(model, zoo.regression(batches), guard=guard, epochs=2)
+    recorded = counted(guard)
+    places = list(zip(recorded["epoch"].tolist(), recorded["batch"].tolist()))
+    assert places == [(epoch, batch) for epoch in range(2) for batch in trained[epoch]]
+    assert recorded["step"].tolist() == list(range(len(places))) and guard.session.run.counts.skip_batches == 0
 
 
 def test_overflows_of_a_loss_scale():

@@ -120,8 +120,8 @@ class ModelAttachment(attach.Attachment):
     def _before_step(self, data: Any) -> None:
         self.session.before(written=self._gathered)
 
-    def _skips(self, data: Any) -> bool:
-        return bool(self.session.skips_batches(iter((data,)), 1))
+    def _without_skipped(self, data: Any) -> Any:
+        return None if self.session.skip_batches(iter((data,)), 1) else data  # it is one batch
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         finished, verdict = self._finished(self._start(data))

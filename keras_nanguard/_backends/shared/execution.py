@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import keras
@@ -58,6 +59,11 @@ class GuardedExecution(StateAccess):
         """Whether the train step is Keras' own."""
         return getattr(self.body, "__func__", None) is keras.Model.train_step
 
+    @property
+    def _takes_fewer(self) -> bool:
+        """Whether an execution can run on a list of fewer batches than it has steps."""
+        return True
+
     def run_execution(self, *args: Any) -> Any:
         """Replacement for the train function: one execution, including its exceptions."""
         try:
@@ -80,7 +86,8 @@ class GuardedExecution(StateAccess):
         session = self.session
         if session.pending:
             self._before_step(data)
-            if self._skips(data):
+            data = self._without_skipped(data)
+            if data is None:
                 return self._shown()
             if self.run.stopped:
                 self._say_without_effect()
@@ -95,8 +102,15 @@ class GuardedExecution(StateAccess):
         """Run the tasks of the host that are due before a step on this data."""
         self.session.before()
 
-    def _skips(self, data: Any) -> bool:
-        return bool(self.session.skips_batches(iter(data), self.model.steps_per_execution))
+    def _without_skipped(self, data: Any) -> Any:
+        """Take the batches from this data that are to be skipped in this execution; return the data
+        of the rest of it, `None` if no step is left.
+        """
+        size, iterator = self.model.steps_per_execution, iter(data)
+        skipped = self.session.skip_batches(iterator, size, whole=not self._takes_fewer)
+        if not skipped:
+            return data
+        return list(islice(iterator, size - skipped)) or None
 
     def _execute(self, data: Any) -> tuple[Any, Verdict]:
         """Run the step; return its logs and its verdict, or that of the last of several."""

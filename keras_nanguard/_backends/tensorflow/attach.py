@@ -128,6 +128,10 @@ class ModelAttachment(_Traced, attach.Attachment):
         """Whether Keras' own code makes the train function."""
         return keras_compiled.makes_as_keras(self.model, self._make)
 
+    @property
+    def _takes_fewer(self) -> bool:
+        return self._makes_as_keras and keras_compiled.takes_fewer_batches(self.model)
+
     def _created(self, mode: Mode) -> Transaction:
         """Return a new transaction."""
         transaction = (MirroredTransaction if mode.mirrored else Transaction)(
