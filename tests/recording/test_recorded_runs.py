@@ -120,28 +120,24 @@ def test_steps_that_are_run_again():
 
 
 @pytest.mark.parametrize(
-    ("steps", "batches", "bad", "skip", "trained"),
-    [
-        (1, 12, 5, 2, [[*range(6), *range(8, 12)], range(12)]),
-        (4, 12, 5, 2, [[*range(8), 10, 11], range(12)]),
-        (4, 14, 1, 7, [[*range(4), 11, 12, 13], range(14)]),
-        (4, 14, 1, 11, [range(4), range(1, 14)]),
-    ],
+    ("steps", "batches", "bad", "skip"),
+    [(1, 12, 5, 2), (4, 12, 5, 2), (4, 14, 1, 7), (4, 14, 1, 11)],
     ids=["one step", "part of an execution", "several executions", "the end of an epoch and more"],
 )
-def test_skipped_batches(steps, batches, bad, skip, trained):
+def test_skipped_batches(steps, batches, bad, skip):
     """Batches that are skipped are no steps; the later ones keep their place in the epoch, also
-    within an execution.
+    within an execution. On TensorFlow the first one is that of the next execution.
     """
     zoo.supported({"steps_per_execution": steps}, even=False)
     guard = acting({"rollback": {"skip_batches": skip}})
     model = zoo.plain(keras.optimizers.SGD(0.02), steps_per_execution=steps)
     with inject(model, site="gradients", step=bad):
         zoo.trained(model, zoo.regression(batches), guard=guard, epochs=2)
+    first = bad // steps * steps + steps if zoo.BACKEND == "tensorflow" else bad + 1
+    trained = [divmod(n, batches) for n in range(2 * batches) if not first <= n < first + skip]
     recorded = counted(guard)
-    places = list(zip(recorded["epoch"].tolist(), recorded["batch"].tolist()))
-    assert places == [(epoch, batch) for epoch in range(2) for batch in trained[epoch]]
-    assert recorded["step"].tolist() == list(range(len(places))) and guard.session.run.counts.skip_batches == 0
+    assert list(zip(recorded["epoch"].tolist(), recorded["batch"].tolist())) == trained
+    assert recorded["step"].tolist() == list(range(len(trained))) and guard.session.run.counts.skip_batches == 0
 
 
 def test_overflows_of_a_loss_scale():

@@ -189,6 +189,15 @@ class TestResume:
             assert values == whole.history[name][-len(values) :]
         assert resumed.model._initial_epoch is None
 
+    def test_in_the_middle_of_an_execution(self, tmp_path):
+        """The new run has more steps in each: it trains on the batches that are left of the first one."""
+        zoo.supported({"steps_per_execution": 4})
+        whole = zoo.run(zoo.plain, zoo.regression(), epochs=3)
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path, snapshot={"every": 5}), 29)
+        guard = on_disk(tmp_path, resume=True)
+        resumed = zoo.run(lambda: zoo.plain(steps_per_execution=4), zoo.regression(), guard=guard, epochs=3)
+        zoo.assert_same(*([array for _, array in run.state] for run in (resumed, whole)), tolerance=1e-6)
+
     def test_the_policy_state_is_restored(self, tmp_path):
         """Budgets, rates, clipping and bounds continue from the last incident, not snapshot."""
         do = [{"lower_lr": {"factor": 0.1, "recover_after": 50}}, {"clip": {"global_clipnorm": 3.0}}, "fix_loss_scale"]
