@@ -158,9 +158,12 @@ def sample_ids(value: Any) -> Any:
     Raises:
         GuardError: if the argument is neither a sequence nor a key.
     """
+    is_mapping = isinstance(value, Mapping)
     is_sequence = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    if value is None or is_sequence:
+    if value is None or (is_sequence and not is_mapping):
         return value
     what = "sample_ids to be one name for each row of x, or the key of the batch with the names"
     received, remedy = safe_repr(value), 'Write sample_ids=names or sample_ids="id".'
+    if is_mapping:
+        received, remedy = f"a dict: {received}", "Write sample_ids=list(...) with one name a row."
     raise GuardError(expected(what, received, remedy))

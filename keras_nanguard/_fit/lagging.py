@@ -71,6 +71,14 @@ class Lagging:
         Args:
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
         """
+        try:
+            return self._look(run, logs, plan)
+        except Exception:  # noqa: BLE001  the user's model may not run this way
+            return None
+
+    def _look(
+        self, run: Run, logs: Any, plan: Mapping[str, Any]
+    ) -> tuple[list[Finding], Diagnosis] | None:
         model, start = run.model, run.counts.epoch_start
         steps = plan.get("steps") or run.step - start
         remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
@@ -83,15 +91,12 @@ class Lagging:
         if not self._looks and remaining:
             return None
         self._looks = max(self._looks - 1, 0)
-        try:
-            measured = _measured(run, layers, remaining)
-        except Exception:  # noqa: BLE001  the user's model may not run this way
-            return None
+        measured = _measured(run, layers, remaining)
         if measured is None or not measured.lags(trained):
             return None
+        diagnosis = _diagnosis(run, layers, measured, loss, trained)
         self._done = True
-        finding = Finding("validation", "out_of_range", "loss", value=loss)
-        return [finding], _diagnosis(run, layers, measured, loss, trained)
+        return [Finding("validation", "out_of_range", "loss", value=loss)], diagnosis
 
 
 def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
@@ -132,8 +137,8 @@ def _diagnosis(
     run: Run, layers: list[Any], measured: _Measured, loss: float, trained: float
 ) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == measured.worst).momentum)
-    optimizers = map(keras_optimizers.inner, run.train_state().optimizers)
-    counted = [int(keras_variables.read(optimizer.iterations)) for optimizer in optimizers]
+    iterations = map(keras_optimizers.iterations, run.train_state().optimizers)
+    counted = [int(keras_variables.read(counter)) for counter in iterations]
     lag, *advice = _lag(momentum, max(counted, default=run.counts.committed))
     if momentum > 0.9:
         advice.append("Or give BatchNormalization a smaller momentum: 0.9 needs 44 steps for that.")

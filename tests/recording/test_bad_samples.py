@@ -198,6 +198,8 @@ def test_names_of_the_user():
     assert {sample.times for sample in guard.bad_samples()} == {2}
     with pytest.raises(GuardError, match="sample_ids to be one name for each row"):
         NanGuard(sample_ids=7)
+    with pytest.raises(GuardError, match=r"a dict: .* Write sample_ids=list"):
+        NanGuard(sample_ids={name: row for row, name in enumerate(names)})
 
 
 def test_file_and_line(tmp_path, capsys):

@@ -71,6 +71,29 @@ def test_reported_once(capsys, mode):
     assert "in the validation of epoch" in str(incident) and diagnosis.advice[0] in str(incident)
 
 
+def test_an_optimizer_that_accumulates_gradients():
+    """Statistics move in each step, also in those without an update."""
+    model = network()
+    model.compile(keras.optimizers.Adam(3e-2, gradient_accumulation_steps=2), model.loss)
+    guard, _ = fit(model, epochs=3)
+    (incident,) = lagging(guard)
+    steps = incident.step + 1
+    assert any(f"After {steps} steps at momentum" in text for text in incident.diagnosis.evidence), incident.diagnosis.evidence
+
+
+def test_an_error_of_the_check_never_ends_training(monkeypatch):
+    """Training does not need the check."""
+
+    def fails(*args):
+        raise AttributeError("no such attribute")
+
+    for name in ("learning", "_measured", "_diagnosis"):
+        monkeypatch.setattr(f"keras_nanguard._fit.lagging.{name}", fails)
+        guard, history = fit(network())
+        assert guard.incidents == [] and len(history["loss"]) == 2
+        monkeypatch.undo()
+
+
 def test_the_advice_helps():
     """After `recalibrate` on the training data validation is as good as training."""
     from keras_nanguard import recalibrate
