@@ -250,6 +250,9 @@ class Recovery:
 def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:
     """Write the nearest bound into each loss scale that is out of its range; return the number of
     steps until one may be out of it again.
+
+    A restored count of good steps may be beyond a number of growth steps that was lowered since.
+    Keras would then never double the scale, so it doubles after the next good step.
     """
     left = SCALE_INTERVAL
     for optimizer in filter(keras_optimizers.scales_of, train_state.optimizers):
@@ -258,6 +261,8 @@ def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:
         if not floor <= value <= ceiling:
             keras_variables.write(scale, min(max(value, floor), ceiling))
         growth = optimizer.dynamic_growth_steps - int(keras_variables.read(counter))
+        if growth < 1:
+            keras_variables.write(counter, optimizer.dynamic_growth_steps - 1)
         left = min(left, max(growth, 1))
     return left
 

@@ -160,7 +160,8 @@ class Session:
         tolerated = run.state_check.tolerate(run.train_state(), run.model)
         run.access.transaction.tolerate(tolerated)
         old = resumed or run.access.transaction.reused
-        if (tolerated and old) or (resumed and run.recovery.adjustments()):
+        built_in = run.recovery.adjustments() or run.recovery.changed
+        if (tolerated and old) or (resumed and built_in):  # it may be compiled already
             run.access.rebuild()
         self.tasks.take_snapshot()
 

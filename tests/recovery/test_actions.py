@@ -582,6 +582,20 @@ class TestFixLossScale:
         assert float(optimizer.dynamic_scale.numpy()) == 32.0
         assert optimizer.dynamic_growth_steps == 2000
 
+    def test_growth_after_a_rollback(self):
+        """A rollback restores more good steps than the scale now needs to double."""
+        fix = {"action": {"fix_loss_scale": {"reset_to": 64.0, "growth_steps": 3}}, "ceiling": 1024.0}
+        guard = NanGuard(verbose=0, diagnose=False, loss_scale=fix, snapshot={"every": 8, "verify_after": 1})
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=64.0, dynamic_growth_steps=2000)
+        breaks = At(
+            s10=lambda model: optimizer.dynamic_scale.assign(0.0),
+            s14=lambda model: model.layers[0].kernel.assign([[np.nan]]),
+        )
+        walk(line(optimizer), guard, batches=28, callbacks=[breaks])
+        done = [[o.action for o in i.outcomes if o.status == "done"] for i in guard.incidents]
+        assert done == [["fix_loss_scale"], ["rollback"]] and "6 later steps replayed" in str(guard.incidents[1])
+        assert float(optimizer.dynamic_scale.numpy()) == 1024.0, "it has doubled four times since"
+
     def test_a_later_fit_with_an_optimizer_without_a_loss_scale(self):
         """The changed setting is skipped: this optimizer does not have it."""
         model = line(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))

@@ -1,5 +1,6 @@
 """Snapshots: a ring of verified states, in memory or on disk, that is intact at every moment."""
 
+import itertools
 import json
 import os
 import random
@@ -226,6 +227,26 @@ class TestResume:
         reported = [[o.status for o in i.outcomes if o.action == "lower_lr"] for i in second.incidents]
         assert reported == [["done"], []], "the second time in all was the last that the limit allows"
         assert model.optimizer.inner_optimizer.global_clipnorm is None
+
+    @pytest.mark.parametrize("mode", ["graph", "xla"])
+    def test_a_resumed_run_clips(self, mode, tmp_path):
+        """Also if the step was compiled before the setting is known. The oracle is the norm of each update."""
+        policy = {"rules": [{"name": "act", "do": [{"clip": {"global_clipnorm": 1e-3, "min_clipnorm": 1e-3}}]}]}
+
+        def build():
+            return zoo.plain(keras.optimizers.SGD(1.0), metrics=(), **zoo.MODES[mode])
+
+        data = zoo.poison(zoo.regression(), 7)
+        interrupted(build, data, on_disk(tmp_path, policy), 9)
+        model, weights = build(), []
+
+        def note(batch, logs=None):
+            weights.append(np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in model.trainable_variables]))
+
+        noted = keras.callbacks.LambdaCallback(on_train_batch_begin=note)
+        zoo.run(lambda: model, data, guard=on_disk(tmp_path, policy, resume=True), epochs=1, callbacks=[noted])
+        assert len(weights) > 3
+        assert max(np.linalg.norm(b - a) for a, b in itertools.pairwise(weights)) < 1.01e-3
 
     def test_same_budget_in_the_next_fit(self):
         """A second fit keeps budgets and factors; the third exceeds the budget, which ends it."""
