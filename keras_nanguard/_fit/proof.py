@@ -4,9 +4,9 @@ The proof comes from measurements on the same batches, and all four are required
 
     objective   Keras' own train step, one optimizer, a compiled loss, and only positive values of
                 it
-    untrained   the current weights are not clearly better than those before the first step, or no
-                better on their batches than with the inputs of another batch (by a hundredth), or
-                most kernels no longer change
+    untrained   the current weights are not clearly better than an untrained network, or no better
+                on their batches than with the inputs of another batch (by a hundredth), or most
+                kernels no longer change
     no progress if training continues on the remembered batches, as the run would, the result is
                 not clearly better; with damage (a kernel has grown tenfold, or most are dead) it
                 is progress only once better than untrained
@@ -18,6 +18,11 @@ The proof comes from measurements on the same batches, and all four are required
 All states are compared with the current objective: variables that training does not change, such
 as a loss weight that a callback sets, keep their current value.
 
+The untrained network has the weights before the first step. A fit may begin with weights that an
+earlier one has trained: being no better than those proves nothing. If they explain the targets, the
+untrained network is the same one with the inputs of another batch. If that cannot be measured, and
+the optimizer has made steps before, there is nothing to compare with, and no proof.
+
 A run that has diverged at a higher rate has been lost before, so there the last point is enough.
 """
 
@@ -26,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
@@ -139,7 +145,8 @@ class _Arm:
 
 
 class _Trials:
-    """The trials of one check, compared with the current and the untrained state.
+    """The trials of one check, compared with the current state, the first one, and an untrained
+    network.
 
     Args:
         held_out: the batches on which states are compared.
@@ -160,7 +167,7 @@ class _Trials:
         self._run, self._trying, self._held_out = run, trying, held_out
         self._diverged = run.recovery.lowering.diverged  # before, at a higher rate
         self._settings = trying.settings(after)
-        self._untrained = self._arm(first, 1.0, trying.state_of(first, self._settings))
+        self._start = self._arm(first, 1.0, trying.state_of(first, self._settings))
         self._present = trying.losses(trying.present, held_out)
         self._kernels = [
             v
@@ -180,7 +187,7 @@ class _Trials:
             further = None if further is None else self._trying.trained(further, more)
             losses, dead = self._trying.losses(further, self._held_out), self.dead(further)
             damaged = bool(dead) or growth[0] >= GROWN
-            aims = (self._present, self._untrained.losses if damaged else self._present)
+            aims = (self._present, self._untrained if damaged else self._present)
             progress = all(clearly_lower(losses, aim) for aim in aims)
             if progress and not dead and not self._diverged:
                 return "progress"
@@ -196,7 +203,8 @@ class _Trials:
             going_on: the losses after training on them as the run would.
             damaged: whether most kernels are dead, or one has grown tenfold.
         """
-        others = (self._present, going_on, self._untrained.losses)
+        first = self._start.losses if self.has_learned else self._untrained
+        others = (self._present, going_on, first)
         least = min(map(fmean, others[:2] if self._diverged else others))
         best, far, clear = None, False, False
         for origin in self._origins():
@@ -204,7 +212,7 @@ class _Trials:
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
-            anew = origin is self._untrained and not self.has_learned
+            anew = origin is self._start and not self.has_learned
             far = clear and (arm.mean <= HALF * least or (anew and self._is_well_explained(arm)))
             if far or self._diverged:
                 break
@@ -219,7 +227,7 @@ class _Trials:
             best = self._arm(kept, 1.0, self._trying.state_of(kept, self._settings))
             if self._is_better(best.state, best.losses):
                 yield best
-        yield self._untrained
+        yield self._start
 
     def _best_arm(self, origin: _Arm, batches: Sequence[Any]) -> _Arm | None:
         """Return the trial at a lower rate with the lowest loss."""
@@ -232,9 +240,27 @@ class _Trials:
 
     def _is_better(self, state: State, losses: Sequence[float]) -> bool:
         """Whether a state with these losses is better than untrained, and depends on the inputs."""
-        if not clearly_lower(losses, self._untrained.losses):
+        start = self._start.losses
+        if not (clearly_lower(losses, start) or clearly_lower(losses, self._untrained)):
             return False
         return self._explained(state, losses) >= EXPLAINED
+
+    @cached_property
+    def _untrained(self) -> list[float]:
+        """The losses of an untrained network: those of the first state, with the inputs of another
+        batch if that state has learned something. Infinite if this is unknown.
+        """
+        start = self._start
+        exchanged = self._exchanged(start.state, start.losses)
+        if not exchanged:
+            return [math.inf] * len(start.losses) if self._has_stepped(start) else start.losses
+        losses = [exchanged.get(number, loss) for number, loss in enumerate(start.losses)]
+        return losses if clearly_lower(start.losses, losses) else start.losses
+
+    def _has_stepped(self, arm: _Arm) -> bool:
+        """Whether the optimizer has counted steps before a state."""
+        (optimizer,) = self._run.train_state().optimizers
+        return bool(arm.state.get(id(keras_optimizers.iterations(optimizer)), 0) > 0)
 
     def _is_well_explained(self, arm: _Arm) -> bool:
         """Whether a tenth of the loss depends on the inputs."""
@@ -242,27 +268,37 @@ class _Trials:
 
     def _explained(self, state: State, losses: Sequence[float]) -> float:
         """Return the share of the loss of a state that depends on the inputs: by how much the loss
-        rises with the inputs of another batch.
-
-        0 if it does not clearly rise, infinity if the inputs cannot be exchanged, or if the loss
-        does not depend on the targets: it is then the one of the batch with these inputs.
+        rises with the inputs of another batch; 0 if it does not clearly rise, infinity if unknown.
         """
-        own, donors, exchanged = [], [], []
-        pairs = list(zip(losses, self._held_out))
-        for number, (loss, args) in enumerate(pairs):
-            others = (*pairs[number + 1 :], *pairs[:number])
-            mixed = ((with_inputs_of(args, other), donor) for donor, other in others)
-            exchangeable = next((pair for pair in mixed if pair[0] is not None), None)
-            if exchangeable is not None:
-                own.append(loss)
-                exchanged.append(exchangeable[0])
-                donors.append(exchangeable[1])
-        if 2 * len(own) < len(pairs):
-            return math.inf
-        rises = self._trying.losses(state, exchanged)
-        if np.allclose(rises, donors, rtol=EXACT) and not np.allclose(rises, own, rtol=EXACT):
+        exchanged = self._exchanged(state, losses)
+        own, rises = [losses[number] for number in exchanged], list(exchanged.values())
+        if not exchanged:
             return math.inf
         return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
+
+    def _exchanged(self, state: State, losses: Sequence[float]) -> dict[int, float]:
+        """Return the loss of a state on each batch with the inputs of another one, by number of the
+        batch.
+
+        Empty if the inputs of most cannot be exchanged, or if the loss does not depend on the
+        targets: it is then the one of the batch with these inputs.
+        """
+        mixed, donors = dict[int, Any](), list[float]()
+        pairs = list(zip(losses, self._held_out))
+        for number, (_, args) in enumerate(pairs):
+            others = (*pairs[number + 1 :], *pairs[:number])
+            candidates = ((with_inputs_of(args, other), donor) for donor, other in others)
+            exchangeable = next((pair for pair in candidates if pair[0] is not None), None)
+            if exchangeable is not None:
+                mixed[number], donor = exchangeable
+                donors.append(donor)
+        if 2 * len(mixed) < len(pairs):
+            return {}
+        rises = self._trying.losses(state, list(mixed.values()))
+        own = [losses[number] for number in mixed]
+        if np.allclose(rises, donors, rtol=EXACT) and not np.allclose(rises, own, rtol=EXACT):
+            return {}
+        return dict(zip(mixed, rises))
 
     def dead(self, after: State | None) -> tuple[str, ...]:
         """Return the kernels that are bit-identical in the current state and after training, if
@@ -276,7 +312,7 @@ class _Trials:
 
     def _growth(self) -> tuple[float, str]:
         """Return the largest growth of a kernel since the first step, and the kernel's path."""
-        present, start = self._trying.present, self._untrained.state
+        present, start = self._trying.present, self._start.state
         growths = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
             for v in self._kernels
@@ -291,7 +327,7 @@ class _Trials:
         notes = [
             (
                 f"On the last {len(self._present)} batches the loss is {now:.3g}. With the weights"
-                f" before the first step it is {self._untrained.mean:.3g}."
+                f" before the first step it is {self._start.mean:.3g}."
             ),
             (
                 f"After a restart from {start} with {best.factor:g} times the learning rate it is"

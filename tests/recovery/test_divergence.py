@@ -342,6 +342,77 @@ class TestSecondFit:
         assert state.lowering.diverged and state.rates[0].factor < 1
 
 
+class TestTrainedStart:
+    """A fit that begins with trained weights: being no better than those proves nothing."""
+
+    DRAW = np.random.default_rng(0)
+    ROWS = DRAW.standard_normal((2048, 16)).astype("float32")
+    NOISY = (ROWS @ DRAW.standard_normal((16, 1)) + DRAW.standard_normal((2048, 1))).astype("float32")
+    LABELS = np.where(DRAW.random(len(Y)) < 0.3, DRAW.integers(10, size=len(Y)), Y)
+
+    def regression(self):
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(1)])
+        model.compile(optimizers.SGD(0.2), "mse")
+        return model, self.ROWS, self.NOISY
+
+    def classifier(self):
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(10)])
+        model.compile(optimizers.SGD(1.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model, X, self.LABELS
+
+    def residuals(self):
+        """The same without targets: they are inputs, so inputs cannot be exchanged."""
+        x, y = keras.Input((16,)), keras.Input((1,))
+        model = keras.Model((x, y), layers.Subtract()([layers.Dense(1)(x), y]))
+        model.compile(optimizers.SGD(0.28), "mse")
+        return model, (self.ROWS, self.NOISY), np.zeros_like(self.NOISY)
+
+    def continued(self, build, first, second, weights=None):
+        """Return the weights after a fit, and another one of the same or a new model, with these callbacks."""
+        keras.utils.set_random_seed(1)
+        model, *data = build()
+        model.fit(*data, batch_size=8, epochs=3 if build == self.classifier else 1, verbose=0, callbacks=first)
+        if weights is not None:
+            model.save_weights(weights)
+            model, *data = build()
+            model.load_weights(weights)
+        keras.utils.set_random_seed(5)
+        model.fit(*data, batch_size=8, epochs=2, verbose=0, callbacks=second)
+        return model.get_weights()
+
+    @pytest.mark.daily("regression-a file", "classifier-one guard", "residuals-two fits")
+    @pytest.mark.parametrize("how", ["two fits", "a file", "one guard"])
+    @pytest.mark.parametrize("kind", ["regression", "classifier", "residuals"])
+    def test_at_the_noise_floor(self, kind, how, tmp_path):
+        """A lower rate would lower the loss, but the network is far better than untrained."""
+        if (kind, how) == ("residuals", "a file"):
+            pytest.skip("nothing tells that the weights are trained: the optimizer is new")
+        guard, build = NanGuard(verbose=0), getattr(self, kind)
+        path = str(tmp_path / "trained.weights.h5") if how == "a file" else None
+        guarded = self.continued(build, [guard] if how == "one guard" else [], [guard], path)
+        assert guard.incidents == []
+        for one, two in zip(self.continued(build, [], [], path), guarded, strict=True):
+            np.testing.assert_allclose(one, two, rtol=0 if zoo.BACKEND == "tensorflow" else 1e-3, atol=1e-5)
+
+    def test_destroyed(self):
+        """A rate that is far too high in the second fit: its loss rises far above the first one's."""
+
+        def run(*callbacks):
+            keras.utils.set_random_seed(0)
+            model = mlp(adam(1e-3))()
+            model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0)
+            start = model.evaluate(X, Y, batch_size=256, verbose=0)[0]
+            model.optimizer.learning_rate = 3.0
+            model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=list(callbacks))
+            return model, start
+
+        stock, start = run()
+        assert accuracy(stock) < 0.6 and stock.evaluate(X, Y, batch_size=256, verbose=0)[0] > 3 * start
+        guard = NanGuard(verbose=0)
+        model, _ = run(guard)
+        assert accuracy(model) > 0.9 and changes(guard)[0] == ["rollback", "lower_lr"]
+
+
 class OwnStep(keras.Model):
     """The train step of Keras, written by a user."""
 
