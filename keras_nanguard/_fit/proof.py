@@ -117,9 +117,10 @@ def look_for_proof(run: Run, seconds: float) -> tuple[TrialResult, int]:
         if trying is None:
             return None, 0
         few, diverged = held_out[:HELD_OUT], run.recovery.lowering.diverged
-        after = trying.trained(trying.present, few)
+        after, present = trying.trained(trying.present, few), list[float]()
         for some in (held_out,) if diverged or len(few) == len(held_out) else (few, held_out):
-            trials = _Trials(run, trying, first, some, after)
+            present = [*present, *trying.losses(trying.present, some[len(present) :])]
+            trials = _Trials(run, trying, first, some, present, after)
             if trials.has_learned and not diverged and not trials.dead(after):
                 return "learned" if len(some) == HELD_OUT else None, trying.steps
         steps = (1 + len(FACTORS)) * (max(TRIAL, len(batches)) + len(held_out))
@@ -150,6 +151,7 @@ class _Trials:
 
     Args:
         held_out: the batches on which states are compared.
+        present: the losses of the current state on them.
         after: the state after training on a few batches from the current one.
 
     Attributes:
@@ -162,13 +164,14 @@ class _Trials:
         trying: Trial,
         first: Snapshot,
         held_out: Sequence[Any],
+        present: list[float],
         after: State | None,
     ):
         self._run, self._trying, self._held_out = run, trying, held_out
         self._diverged = run.recovery.lowering.diverged  # before, at a higher rate
         self._settings = trying.settings(after)
         self._start = self._arm(first, 1.0, trying.state_of(first, self._settings))
-        self._present = trying.losses(trying.present, held_out)
+        self._present = present
         self._kernels = [
             v
             for v in run.train_state().trainable
