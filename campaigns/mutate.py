@@ -102,7 +102,10 @@ GROUPS = {
         budget=120.0,
     ),
     "torch": Group(
-        ("_backends/torch/step.py", "_backends/torch/execution.py", "_backends/torch/undo_log.py"),
+        tuple(
+            f"_backends/torch/{name}.py"
+            for name in ("step", "execution", "undo_log", "found_gradients", "outside_state")
+        ),
         (*(f"tests/backends/torch/test_{name}.py" for name in ON_TORCH), *SHARP, "-k", "not process"),
         "torch",
         budget=40.0,

@@ -329,7 +329,11 @@ class Host:
 
 
 class Recovery(Protocol):
-    """The changes that the policy has made to learning rates."""
+    """The changes that the policy has made to learning rates and settings."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether any of them is built into a compiled step."""
 
     def adjustments(self) -> dict[int, Any]:
         """Return the factors of rates that are not variables, by `id` of what reads them."""

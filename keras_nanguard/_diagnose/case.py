@@ -73,7 +73,7 @@ class Case:
             error=run.error,
             origin=origin,
             loss_parts=tuple((name, float(np.mean(v))) for name, v in run.sample_losses),
-            bad_rows=() if run.finite else _bad_in_results(run, self.evidence.batch.count),
+            bad_rows=_bad_in_results(run, self.evidence.batch.count),
             output_shapes=tuple((path, array.shape) for path, array in run.outputs),
             table=run.rows,
         )
@@ -134,8 +134,10 @@ def batch_facts(model: Any, batch: Any) -> BatchFacts:
 
 def _bad_in_results(run: ReplayResult, count: int) -> tuple[int, ...]:
     """Return the rows with bad loss values, or else with bad outputs of the model; none if all of
-    them are bad.
+    them are bad, or if the run has raised or is bad in its update only.
     """
+    if run.finite or run.error or run.first in ("slots", "weights"):
+        return ()
     for _, values in (*run.sample_losses, *run.outputs):
         if found := bad_rows(np.asarray(values), count)[0]:
             return found

@@ -226,7 +226,8 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     if report is None or report.batch is None:
         return evidence
     step = step_of(run)
-    return investigate(Case(step, report.batch, evidence, _start(run)), _obstacle(run, step))
+    obstacle = _obstacle(run, step) if refused and not evidence.state else ""
+    return investigate(Case(step, report.batch, evidence, _start(run)), obstacle)
 
 
 def _start(run: RunView) -> Start | None:

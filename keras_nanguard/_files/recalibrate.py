@@ -236,8 +236,9 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     arrays, listed = keras.tree.flatten(data), isinstance(data, (list, tuple))
     are_batches = listed and all(isinstance(item, (list, tuple)) for item in data)
     are_arrays = all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays)
-    scalar = not are_batches and any(getattr(array, "shape", None) == () for array in arrays)
-    if arrays and are_arrays and not are_batches and not scalar:
+    are_rows = bool(arrays) and are_arrays and not are_batches
+    scalar = are_rows and any(array.shape == () for array in arrays)
+    if are_rows and not scalar:
         length, *others = {int(array.shape[0]) for array in arrays}
         if others:
             what, received = "arrays with the same number of rows", f"{(length, *others)} rows"

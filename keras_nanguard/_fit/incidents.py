@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 
 UPDATED = frozenset({"state", "weights", "slots"})
 """Sites that an update writes."""
+
+
+def incident_of(
+    run: Run, findings: Sequence[Finding], step: int | None = None, **about: Any
+) -> Incident:
+    """Return an incident about a step of a run, by default the last one; `about` are further
+    fields. It has committed unless they say that it was `refused`.
+    """
+    step = max(run.step - 1, 0) if step is None else step
+    own = {"refused": False, "committed": run.counts.committed}
+    return Incident(step, *run.counts.place(step), tuple(findings), **{**own, **about})
 
 
 def _continued(outcomes: tuple[Outcome, ...], words: str) -> tuple[Outcome, ...]:
@@ -160,7 +171,7 @@ class Incidents:
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self._publish(run.incident([finding], run.step, **about))
+            self._publish(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -183,7 +194,7 @@ class Incidents:
             measured["loss_scale"] = verdict.scale
         replicas = report.replicas if report else ()
         about = {"refused": refused, "values": measured, "replicas": replicas}
-        return self._run.incident(findings, step, **about)
+        return incident_of(self._run, findings, step, **about)
 
     # Explain, decide, perform, report
 

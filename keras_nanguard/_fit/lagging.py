@@ -94,8 +94,8 @@ class Lagging:
         measured = _measured(run, layers, remaining)
         if measured is None or not measured.lags(trained):
             return None
-        diagnosis = _diagnosis(run, layers, measured, loss, trained)
         self._done = True
+        diagnosis = _diagnosis(run, layers, measured, loss, trained)
         return [Finding("validation", "out_of_range", "loss", value=loss)], diagnosis
 
 

@@ -19,9 +19,10 @@ All states are compared with the current objective: variables that training does
 as a loss weight that a callback sets, keep their current value.
 
 The untrained network has the weights before the first step. A fit may begin with weights that an
-earlier one has trained: being no better than those proves nothing. If they explain the targets, the
-untrained network is the same one with the inputs of another batch. If that cannot be measured, and
-the optimizer has made steps before, there is nothing to compare with, and no proof.
+earlier one has trained: being no better than those proves nothing, unless a kernel has grown
+tenfold since. If they explain the targets, the untrained network is the same one with the inputs of
+another batch, and the current weights are better if they explain at least half as much. If that
+cannot be measured, and the optimizer has made steps before, there is nothing to compare with.
 
 A run that has diverged at a higher rate has been lost before, so there the last point is enough.
 """
@@ -41,6 +42,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.action_context import LowerRateRestart
+from keras_nanguard._fit.incidents import incident_of
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -190,7 +192,7 @@ class _Trials:
             further = None if further is None else self._trying.trained(further, more)
             losses, dead = self._trying.losses(further, self._held_out), self.dead(further)
             damaged = bool(dead) or growth[0] >= GROWN
-            aims = (self._present, self._untrained if damaged else self._present)
+            aims = (self._present, self._start.losses if damaged else self._present)
             progress = all(clearly_lower(losses, aim) for aim in aims)
             if progress and not dead and not self._diverged:
                 return "progress"
@@ -243,10 +245,13 @@ class _Trials:
 
     def _is_better(self, state: State, losses: Sequence[float]) -> bool:
         """Whether a state with these losses is better than untrained, and depends on the inputs."""
-        start = self._start.losses
-        if not (clearly_lower(losses, start) or clearly_lower(losses, self._untrained)):
-            return False
-        return self._explained(state, losses) >= EXPLAINED
+        least = EXPLAINED
+        if not clearly_lower(losses, self._start.losses):
+            is_destroyed = self._growth()[0] >= GROWN
+            if is_destroyed or not clearly_lower(losses, self._untrained):
+                return False
+            least = max(EXPLAINED, HALF * self._explained(self._start.state, self._start.losses))
+        return self._explained(state, losses) >= least
 
     @cached_property
     def _untrained(self) -> list[float]:
@@ -255,7 +260,8 @@ class _Trials:
         """
         start = self._start
         exchanged = self._exchanged(start.state, start.losses)
-        if not exchanged:
+        own = [start.losses[number] for number in exchanged]
+        if not exchanged or np.allclose(list(exchanged.values()), own, rtol=EXACT):
             return [math.inf] * len(start.losses) if self._has_stepped(start) else start.losses
         losses = [exchanged.get(number, loss) for number, loss in enumerate(start.losses)]
         return losses if clearly_lower(start.losses, losses) else start.losses
@@ -351,7 +357,7 @@ class _Trials:
         culprit = kernel if times >= GROWN else ""
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"rate_factor": best.factor}
-        incident = run.incident(findings, diagnosis=diagnosis, values=values)
+        incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
         restart = LowerRateRestart(step, best.factor)
         return Lost(incident, restart, self._trying.present, self._settings, restore_rates)

@@ -128,6 +128,13 @@ class Recovery:
         """Return the factors of rates that are not variables, by `id` of their reader."""
         return {id(rate): rate.factor for rate in self.rates.values() if not rate.plain}
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether any change is built into a compiled step: of a rate that is no variable, or of a
+        setting.
+        """
+        return bool(self.adjustments() or self.changed)
+
     @contextmanager
     def with_adjustments(self, numbers: Mapping[int, Any]) -> Iterator[None]:
         """Replace the factors of the rates by these numbers inside the context."""
@@ -261,7 +268,7 @@ def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:
         if not floor <= value <= ceiling:
             keras_variables.write(scale, min(max(value, floor), ceiling))
         growth = optimizer.dynamic_growth_steps - int(keras_variables.read(counter))
-        if growth < 1:
+        if growth < 1 <= optimizer.dynamic_growth_steps:
             keras_variables.write(counter, optimizer.dynamic_growth_steps - 1)
         left = min(left, max(growth, 1))
     return left

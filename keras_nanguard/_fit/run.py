@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
-from keras_nanguard._core.incident import Finding, Incident
+from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.due import Due
 from keras_nanguard._fit.log import RunRecording
@@ -146,16 +146,6 @@ class Run:
     def can_replay(self) -> bool:
         """Whether steps can run again, without a change of something that snapshots do not have."""
         return self.access.can_run_again and not self.access.transaction.learned.changes_outside
-
-    def incident(
-        self, findings: Sequence[Finding], step: int | None = None, **about: Any
-    ) -> Incident:
-        """Return an incident about a step, by default the last one; `about` are further fields. It
-        has committed unless they say that it was `refused`.
-        """
-        step = max(self.step - 1, 0) if step is None else step
-        own = {"refused": False, "committed": self.counts.committed}
-        return Incident(step, *self.counts.place(step), tuple(findings), **{**own, **about})
 
     def last_arguments(self) -> Any:
         """Return the arguments of the last step as they were given; `None` if they are gone, as

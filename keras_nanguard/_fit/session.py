@@ -20,7 +20,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFinit
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.callbacks import FitLogs
-from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
@@ -160,8 +160,8 @@ class Session:
         tolerated = run.state_check.tolerate(run.train_state(), run.model)
         run.access.transaction.tolerate(tolerated)
         old = resumed or run.access.transaction.reused
-        built_in = run.recovery.adjustments() or run.recovery.changed
-        if (tolerated and old) or (resumed and built_in):  # it may be compiled already
+        # It may be compiled already.
+        if (tolerated and old) or (resumed and run.recovery.is_built_in):
             run.access.rebuild()
         self.tasks.take_snapshot()
 
@@ -245,7 +245,7 @@ class Session:
             return  # the step runs again
         run.counts.advance()
         if run.agreement.news:
-            self.incidents.handle(run.incident(run.agreement.pick_up()))
+            self.incidents.handle(incident_of(run, run.agreement.pick_up()))
 
     def _judge_many(self, last_row: Verdict) -> None:
         """Count the steps of one execution or raise their incidents, given its last verdict."""
@@ -372,7 +372,7 @@ class Session:
         state = [f for f in run.scan() if f.site != "slots" or not findings]
         bad, outside = [*findings, *state], bool(state) and not left_by_step
         if bad := run.agreement.between_steps(bad) if act else bad:
-            incident = run.incident(bad, diagnosis=diagnosis)
+            incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
                 self._then_replay(lambda: self.incidents.handle(incident, written_outside=outside))
             else:
@@ -395,4 +395,4 @@ class Session:
             closing.callback(run.recent.restart)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
-                self.incidents.report(run.incident(run.agreement.pick_up()))
+                self.incidents.report(incident_of(run, run.agreement.pick_up()))

@@ -11,7 +11,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
 from keras_nanguard._fit.due import Task
-from keras_nanguard._fit.incidents import Incidents
+from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.monitors import Monitors
 from keras_nanguard._fit.overflow import needs_low_scale
 from keras_nanguard._fit.run import Run
@@ -62,7 +62,7 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings and self.incidents.handle(run.incident(findings)).replays:
+        if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None
         return self.monitors.next_look(run.step)
 
@@ -135,7 +135,7 @@ class Tasks:
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
-            incident, replays = self.incidents.handle(run.incident(bad))
+            incident, replays = self.incidents.handle(incident_of(run, bad))
             if replays:
                 return None
             if first and "fix_loss_scale" in incident.changes:

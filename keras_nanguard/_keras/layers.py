@@ -245,7 +245,9 @@ def output_names(model: Any) -> list[str]:
     structure = getattr(model, "_outputs_struct", None)
     named = structure.items() if isinstance(structure, dict) else ()
     keys = {id(tensor): str(key) for key, tensor in named}
-    return [keys.get(id(t), str(t._keras_history.operation.name)) for t in tensors]
+    origins: list[Any] = [getattr(t, "_keras_history", None) for t in tensors]
+    names = [t.name if o is None else o.operation.name for t, o in zip(tensors, origins)]
+    return [keys.get(id(t), str(name)) for t, name in zip(tensors, names)]
 
 
 def symbolic_outputs(model: Any) -> Any:

@@ -233,7 +233,7 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
         """
         with self._changing():
-            self._running = True
+            self._running, self._fit = True, self._fit._replace(scaled=scaled)
             if path is not None:
                 self._open(path)
             base = since = recorded = self._steps
@@ -273,7 +273,7 @@ class Recorder:
         meta = [*rows_of(self._memory.connection)["meta"], *kept]
         self._memory = Memory({**rows, "meta": meta})
         base, since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
-        self._fit = _Fit(base, since)
+        self._fit = self._fit._replace(base=base, since=since)
         self._counts = Counter({name: earlier.meta.get(name, 0) for name in COUNTED})
         self.samples = {(sample.fingerprint, sample.label): sample for sample in earlier.samples}
 

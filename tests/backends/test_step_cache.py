@@ -158,6 +158,26 @@ def test_a_step_that_was_changed_for_its_fit():
     zoo.assert_same(*weights, 1e-5)
 
 
+def test_clipping_is_built_in():
+    """A step that clips is not used by a guard that does not, and the other way round."""
+    x = keras.ops.convert_to_numpy(ops.ones((8, 1)))
+    bad = x.copy()
+    bad[3] = float("nan")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(1.0), loss=lambda y, p: ops.mean(p))
+    clip = {"clip": {"global_clipnorm": 0.5}}
+    clipping = NanGuard({"rules": [{"name": "clip", "do": [clip]}]}, verbose=0)
+
+    def moved(guard, data=x):
+        before = model.get_weights()[0]
+        model.fit(data, data, batch_size=1, shuffle=False, verbose=0, callbacks=[guard])
+        return float((before - model.get_weights()[0]).item())
+
+    moved(clipping, bad)
+    changes = [moved(clipping), moved(NanGuard(verbose=0)), moved(clipping)]
+    assert changes == pytest.approx([4.0, 8.0, 4.0])
+
+
 def test_an_injected_fault_ends_with_its_context():
     """A fault of `inject` is in no later step, and is also injected into an existing step."""
     model, _, _ = fitted(1)

@@ -73,6 +73,11 @@ def test_operations_losses_and_inputs_are_found():
     assert keras_layers.output_shapes(built) == [("x", (None, 1)), ("y", (None, 1))]
     assert keras_layers.output_names(built) == ["x", "y"]
 
+    class Subclassed(keras.Model):
+        outputs = [keras.KerasTensor((None, 1), name="z")]  # of no layer
+
+    assert keras_layers.output_names(Subclassed()) == ["z"]
+
 
 def test_a_policy_is_exchanged_and_put_back():
     layer = layers.Dense(2, dtype="mixed_float16")

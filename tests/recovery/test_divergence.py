@@ -394,7 +394,18 @@ class TestTrainedStart:
         for one, two in zip(self.continued(build, [], [], path), guarded, strict=True):
             np.testing.assert_allclose(one, two, rtol=0 if zoo.BACKEND == "tensorflow" else 1e-3, atol=1e-5)
 
-    def test_destroyed(self):
+    def test_the_same_batch_at_each_step(self):
+        """Its inputs cannot be exchanged with those of another batch."""
+        rows, exact = self.ROWS[:64], self.ROWS[:64] @ np.ones((16, 1), "float32")
+        guard = NanGuard(verbose=0)
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(1)])
+        model.compile(optimizers.Adam(0.1), "mse")
+        for callbacks in ([], [guard]):
+            model.fit(rows, exact, batch_size=64, shuffle=False, epochs=400, verbose=0, callbacks=callbacks)
+        assert guard.incidents == []
+
+    @pytest.mark.parametrize("rate", [0.3, 3.0])
+    def test_destroyed(self, rate):
         """A rate that is far too high in the second fit: its loss rises far above the first one's."""
 
         def run(*callbacks):
@@ -402,15 +413,31 @@ class TestTrainedStart:
             model = mlp(adam(1e-3))()
             model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0)
             start = model.evaluate(X, Y, batch_size=256, verbose=0)[0]
-            model.optimizer.learning_rate = 3.0
+            model.optimizer.learning_rate = rate
             model.fit(X, Y, batch_size=BATCH, epochs=4, verbose=0, callbacks=list(callbacks))
             return model, start
 
         stock, start = run()
-        assert accuracy(stock) < 0.6 and stock.evaluate(X, Y, batch_size=256, verbose=0)[0] > 3 * start
+        assert accuracy(stock) < 0.6 and stock.evaluate(X, Y, batch_size=256, verbose=0)[0] > 2 * start
         guard = NanGuard(verbose=0)
         model, _ = run(guard)
         assert accuracy(model) > 0.9 and changes(guard)[0] == ["rollback", "lower_lr"]
+
+    def test_destroyed_without_targets(self):
+        """If inputs cannot be exchanged, a kernel that has grown shows it."""
+
+        def run(*callbacks):
+            keras.utils.set_random_seed(1)
+            model, *data = self.residuals()
+            model.compile(optimizers.Adam(0.01), "mse")
+            model.fit(*data, batch_size=8, epochs=4, verbose=0)
+            model.optimizer.learning_rate = 1000.0
+            model.fit(*data, batch_size=8, epochs=3, verbose=0, callbacks=list(callbacks))
+            return model.evaluate(*data, verbose=0)
+
+        guard = NanGuard(verbose=0)
+        stock = run()
+        assert stock > 20 and run(guard) < stock / 3 and changes(guard)[0] == ["rollback", "lower_lr"]
 
 
 class OwnStep(keras.Model):

@@ -161,7 +161,7 @@ class Attachment(GuardedExecution):
 
     def _take_kept(self) -> Any:
         """Take the step of an earlier fit from the model; `None` if it does not fit this one."""
-        if not self._keepable or self.run.recovery.adjustments():  # which are built in
+        if not self._keepable or self.run.recovery.is_built_in:
             return None
         kept = vars(self.model).get(_KEPT)
         forget_step(self.model)
@@ -171,7 +171,7 @@ class Attachment(GuardedExecution):
         """Keep the step for the next fit, unless it was changed for this one."""
         if self.trace_key is None or not self._keepable:
             return
-        if not (self.run.recovery.adjustments() or self.transaction.learned.tolerated):
+        if not (self.run.recovery.is_built_in or self.transaction.learned.tolerated):
             self.transaction.release_run()
             overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
 

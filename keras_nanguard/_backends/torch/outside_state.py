@@ -33,8 +33,9 @@ class OutsideChanges:
         else:
             self._has_objects = True
 
-    def last(self, known: Iterable[Any]) -> bool:
-        """Return whether an object, or a tensor that still exists, has changed.
+    def remain(self, known: Iterable[Any]) -> bool:
+        """Return whether an object, or a tensor that still exists, has changed. Before the undo log
+        of the step is released, all of them exist.
 
         Args:
             known: tensors that do not count. They are only looked at if others still exist.

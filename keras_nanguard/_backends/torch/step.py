@@ -188,9 +188,9 @@ class Transaction(interface.Transaction):
         """Whether the last step has changed something outside of the train state, which is read
         again only if it may have: the step may have created slots.
         """
-        if not log.outside.last(_known(self.parts, outputs)):
+        if not log.outside.remain(_known(self.parts, outputs)):
             return False
-        return log.outside.last(_known(self.definition.read_parts(), outputs))
+        return log.outside.remain(_known(self.definition.read_parts(), outputs))
 
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]

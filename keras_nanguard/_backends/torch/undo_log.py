@@ -125,8 +125,9 @@ class UndoLog:
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
-        for _, gradient in self.gradients.choose():
-            self.keep(local(gradient))
+        if self.gradients.kept is None:
+            for _, gradient in self.gradients.choose():
+                self.keep(local(gradient))
 
     def give_back_gradients(self, holders: Iterable[Any]) -> None:
         """Restore the gradients that are kept, those of `torch.inference_mode` without their
