@@ -319,7 +319,7 @@ def replayed(stops_at):
         recent=SimpleNamespace(return_to=lambda step: None),
         recovery=Recovery(),
         stopped=False,
-        plan=lambda task, step: None,
+        due=SimpleNamespace(plan=lambda task, step: None),
         train_state=lambda: SimpleNamespace(metrics=()),
     )
     ran = []
