@@ -30,7 +30,7 @@ A run that has diverged at a higher rate has been lost before, so there the last
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -185,7 +185,7 @@ class _Trials:
         """Return the proof that a lower rate helps, if it does, and training on these batches as
         the run would brings no progress; else whether it brings progress.
         """
-        growth = self._growth()
+        growth = self._growth
         further: State | None = self._trying.present
         again = batches * (math.ceil(TRIAL / len(batches)) - 1)
         for more in (batches, again) if again else (batches,):
@@ -247,10 +247,11 @@ class _Trials:
         """Whether a state with these losses is better than untrained, and depends on the inputs."""
         least = EXPLAINED
         if not clearly_lower(losses, self._start.losses):
-            is_destroyed = self._growth()[0] >= GROWN
+            is_destroyed = self._growth[0] >= GROWN
             if is_destroyed or not clearly_lower(losses, self._untrained):
                 return False
-            least = max(EXPLAINED, HALF * self._explained(self._start.state, self._start.losses))
+            explained = _explained_share(self._start.losses, self._start_exchanged)
+            least = max(EXPLAINED, HALF * explained)
         return self._explained(state, losses) >= least
 
     @cached_property
@@ -259,12 +260,17 @@ class _Trials:
         batch if that state has learned something. Infinite if this is unknown.
         """
         start = self._start
-        exchanged = self._exchanged(start.state, start.losses)
+        exchanged = self._start_exchanged
         own = [start.losses[number] for number in exchanged]
         if not exchanged or np.allclose(list(exchanged.values()), own, rtol=EXACT):
             return [math.inf] * len(start.losses) if self._has_stepped(start) else start.losses
         losses = [exchanged.get(number, loss) for number, loss in enumerate(start.losses)]
         return losses if clearly_lower(start.losses, losses) else start.losses
+
+    @cached_property
+    def _start_exchanged(self) -> dict[int, float]:
+        """The losses of the first state with the inputs of another batch."""
+        return self._exchanged(self._start.state, self._start.losses)
 
     def _has_stepped(self, arm: _Arm) -> bool:
         """Whether the optimizer has counted steps before a state."""
@@ -276,14 +282,8 @@ class _Trials:
         return WELL_EXPLAINED <= self._explained(arm.state, arm.losses) < math.inf
 
     def _explained(self, state: State, losses: Sequence[float]) -> float:
-        """Return the share of the loss of a state that depends on the inputs: by how much the loss
-        rises with the inputs of another batch; 0 if it does not clearly rise, infinity if unknown.
-        """
-        exchanged = self._exchanged(state, losses)
-        own, rises = [losses[number] for number in exchanged], list(exchanged.values())
-        if not exchanged:
-            return math.inf
-        return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
+        """Return the share of the loss of a state that depends on the inputs."""
+        return _explained_share(losses, self._exchanged(state, losses))
 
     def _exchanged(self, state: State, losses: Sequence[float]) -> dict[int, float]:
         """Return the loss of a state on each batch with the inputs of another one, by number of the
@@ -319,8 +319,9 @@ class _Trials:
         same = [v for v in kernels if np.array_equal(before[id(v)], after[id(v)])]
         return tuple(str(v.path) for v in same) if 2 * len(same) > len(kernels) else ()
 
+    @cached_property
     def _growth(self) -> tuple[float, str]:
-        """Return the largest growth of a kernel since the first step, and the kernel's path."""
+        """The largest growth of a kernel since the first step, and the kernel's path."""
         present, start = self._trying.present, self._start.state
         growths = [
             (_gain(present[id(v)]) / max(_gain(start[id(v)]), 1.0), str(v.path))
@@ -361,6 +362,16 @@ class _Trials:
         restore_rates = run.recovery.rates_restorer()
         restart = LowerRateRestart(step, best.factor)
         return Lost(incident, restart, self._trying.present, self._settings, restore_rates)
+
+
+def _explained_share(losses: Sequence[float], exchanged: Mapping[int, float]) -> float:
+    """Return the share of the loss that depends on the inputs: by how much it rises with the inputs
+    of another batch; 0 if it does not clearly rise, infinity if unknown.
+    """
+    own, rises = [losses[number] for number in exchanged], list(exchanged.values())
+    if not exchanged:
+        return math.inf
+    return 1.0 - fmean(own) / fmean(rises) if clearly_lower(own, rises) else 0.0
 
 
 def _gain(kernel: np.ndarray[Any, Any]) -> float:

@@ -290,7 +290,7 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
             current.replay().Instrument(step.model, calls.append) as layers,
             step.recorded(args, step.keeps_undo) as found,
         ):
-            pass
+            pass  # `recorded` runs the step when it is entered
         pairs = [(g, path) for one, path in found.gradients for g in layers.returned((one,))]
         traced[:] = calls, [path for _, path in pairs]
         groups = ((c.inputs, c.outputs, c.gradients_out, c.gradients_in) for c in calls)
