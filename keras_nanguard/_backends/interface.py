@@ -5,7 +5,7 @@ A backend is a package with these modules, each with what a class here or in `sh
 | module | content | declared by |
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep` | `Attachment`, `LoopStep` of `shared/attach.py` |
-| `step` | `Transaction` | `Transaction` |
+| `step` | `Transaction` | `Transaction` of `shared/transaction.py` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
@@ -54,13 +54,13 @@ class Learned:
 
 class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two
-    executions. An instance of this class stands for the step of a run before it is created.
+    executions; `shared.transaction` implements what all backends have in common.
     """
 
     # Every backend has these.
 
     run: Run
-    """The facts of the run, where `rebind` can be called."""
+    """The facts of the run."""
 
     model: Any
     """The model, if a Keras trainer runs the step."""
@@ -93,19 +93,6 @@ class Transaction:
 
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite or NaN."""
-
-    def inherit(self, other: Transaction) -> None:
-        """Start with what another transaction for the same body has learned."""
-        self.learned = other.learned
-
-    def rebind(self, run: Run) -> None:
-        """Use the transaction for another run on the same model, where a backend keeps it."""
-        self.run, self.reused = run, True
-        self.resume()
-
-    def release_run(self) -> None:
-        """Release everything that belongs to the finished run."""
-        raise NotImplementedError
 
     # Backends that compile a step
 
@@ -150,6 +137,10 @@ class Transaction:
         return given
 
 
+class NoTransaction(Transaction):
+    """Stands for the step of a run before it is created."""
+
+
 class StateAccess:
     """Host access to the train state between two executions.
 
@@ -157,7 +148,7 @@ class StateAccess:
     """
 
     def __init__(self) -> None:
-        self.transaction = Transaction()
+        self.transaction: Transaction = NoTransaction()
 
     def sync_variables(self) -> None:
         """Write the current state into the variables."""

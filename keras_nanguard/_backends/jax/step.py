@@ -227,10 +227,6 @@ class Transaction(TracedStep):
         if self.learned.keeps_undo and not own:
             self._compile()
 
-    def tolerate(self, variables: Sequence[Any]) -> None:
-        tolerated = self.learned.tolerated | {id(v) for v in variables}
-        self.learned = replace(self.learned, tolerated=tolerated)
-
 
 def _go(place: Any) -> Any:
     """Return the flag that halts no step, in this place."""

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.intercept import Intercept, calls_host, with_metrics
 from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.transaction import Transaction
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -95,7 +95,7 @@ class Computed(NamedTuple):
     counts: dict[Facts, Any]
 
 
-class TracedStep(interface.Transaction):
+class TracedStep(Transaction):
     """The facts about a step that its traces use and do not change."""
 
     body: Callable[..., Any]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-from keras_nanguard._backends.interface import Session, StateAccess, Transaction
+from keras_nanguard._backends.interface import Session, StateAccess
 from keras_nanguard._backends.shared.execution import GuardedExecution, undone
+from keras_nanguard._backends.shared.transaction import Transaction
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -86,6 +87,8 @@ class Attachment(GuardedExecution):
 
     A backend implements how the train function is built and how one execution runs.
     """
+
+    transaction: Transaction
 
     def __init__(self, model: Any, session: Session):
         super().__init__(model, session)

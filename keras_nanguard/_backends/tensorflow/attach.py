@@ -88,6 +88,8 @@ class _Traced(StateAccess):
 class ModelAttachment(_Traced, attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
+    transaction: Transaction
+
     trace_key: Mode
     """How Keras runs the step that was built last."""
 

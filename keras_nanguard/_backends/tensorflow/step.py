@@ -25,8 +25,7 @@ waits for the other: a step adds no report if the queue is full, and the host ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,10 +130,9 @@ class Transaction(TracedStep):
     def verdicts(self, start: int, end: int) -> list[Verdict]:
         return self.rows.verdicts(start, end)
 
-    def tolerate(self, variables: Sequence[Any]) -> None:
-        copies = [getattr(v.value, "values", (v.value,)) for v in variables]  # one per replica
-        tolerated = frozenset(id(copy.handle) for each in copies for copy in each)
-        self.learned = replace(self.learned, tolerated=self.learned.tolerated | tolerated)
+    def keys_of(self, variable: Any) -> Iterable[int]:
+        copies = getattr(variable.value, "values", (variable.value,))  # one per replica
+        return [id(copy.handle) for copy in copies]
 
     def resume(self) -> None:
         self.rows.resume()

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
+from keras_nanguard._backends.shared.transaction import Transaction
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
 from keras_nanguard._backends.tensorflow.updates import Updates
@@ -38,7 +39,7 @@ class Retrace(Exception):
         self.learned = learned
 
 
-class TracedStep(interface.Transaction):
+class TracedStep(Transaction):
     """The facts about a step that its traces use and do not change."""
 
     body: Callable[..., Any]

@@ -23,7 +23,7 @@ whose backward pass it runs; of one without a backward pass, the scalars that it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends import interface
+from keras_nanguard._backends.shared import transaction as shared
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.body_history import Learned
@@ -99,7 +100,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(interface.Transaction):
+class Transaction(shared.Transaction):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
@@ -247,9 +248,8 @@ class Transaction(interface.Transaction):
         reports, self.reports = self.reports, []
         return reports
 
-    def tolerate(self, variables: Sequence[Any]) -> None:
-        tolerated = self.learned.tolerated | {id(v.value) for v in variables}
-        self.learned = replace(self.learned, tolerated=tolerated)
+    def keys_of(self, variable: Any) -> Iterable[int]:
+        return (id(variable.value),)
 
     def release_run(self) -> None:
         self.given = None
