@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
-from keras_nanguard._policy.records import Name, Record, Steps, several, unlisted
+from keras_nanguard._policy.records import Name, Record, Steps, Text, several, unlisted
 
 __all__ = [
     "ACTIONS",
@@ -186,7 +186,7 @@ class Warn(Action):
 
     name: ClassVar[str] = "warn"
 
-    message: str = Field(default="", max_length=200, description="text to append")
+    message: Text = Field(default="", description="text to append")
 
 
 class Ending(Action):
@@ -234,8 +234,7 @@ ACTIONS: dict[str, type[Action]] = {
 # How a policy file writes actions
 
 _FIELDS: dict[str, Any] = {
-    name: (kind | None, Field(default=None, description=kind.__doc__))
-    for name, kind in ACTIONS.items()
+    name: (kind, Field(default=None, description=kind.__doc__)) for name, kind in ACTIONS.items()
 }
 ActionTable: Any = create_model(
     "ActionTable",

@@ -11,7 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 from typing_extensions import Self
 
 from keras_nanguard._core.errors import PolicyError, expected
@@ -214,6 +222,17 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 """A number of steps."""
 
 
+def _printable(text: str) -> str:
+    """Return the text of a file if it can be printed and written into a file again."""
+    if not all(character.isprintable() or character in "\n\t" for character in text):
+        raise ValueError("printable characters; in a glob, ? stands for any other one")
+    return text
+
+
+Text = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
+"""A short text without characters that control a terminal, reorder a line or have no encoding."""
+
+
 def several(kind: Any, written: Callable[[tuple[Any, ...]], Any] = unlisted) -> Any:
     """Return the type of one value of this kind or a list of them, as a tuple.
 
@@ -234,4 +253,5 @@ if TYPE_CHECKING:
     Globs = tuple[str, ...]
 else:
     Causes, Sites, Kinds = several(Cause), several(Site), several(Kind)
-    Globs = several(Annotated[str, Field(min_length=1, max_length=200)])
+    Glob = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+    Globs = several(Glob)

@@ -255,6 +255,10 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
         ({"rules": [{"name": 3, "do": "stop"}]}, "rules[0].name: expected a valid string, received 3"),
         ({"rules": [{"name": "a", "layer": "", "do": "stop"}]}, "expected a text that is not empty"),
         ({"escalation": [{"warn": {"message": "x" * 201}}]}, "expected a text of at most 200 characters"),
+        ({"escalation": [{"lower_lr": None}]}, "lower_lr: expected a table, received None"),
+        ({"limits": [{"site": "weights", "max_abs": 1.0, "layer": "\u202eabc"}]}, r"received '\u202eabc'"),
+        ({"rules": [{"name": "a", "layer": ["x", "\ud800"], "do": "stop"}]}, "valid string"),
+        ({"escalation": [{"warn": {"message": "\x1b[2J"}}]}, "expected printable characters"),
     ],
 )
 def test_a_problem_names_the_expected_value(document, words):
