@@ -50,7 +50,7 @@ WITHOUT_BACKEND = (
 
 SHARED = (
     *("cli/", "clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
-    *("test_errors.py", "test_formats.py", "test_no_warnings.py"),
+    *("test_benchmarks.py", "test_errors.py", "test_formats.py", "test_no_warnings.py"),
     *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py"),
     "transaction/test_guard_model.py",
 )
@@ -70,8 +70,7 @@ They run with `--nightly`, as do the cases that `@pytest.mark.daily` does not na
 DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 """Pages whose code runs without `--nightly`."""
 
-COMPILED = ("steps", "xla", "graph", "compiled", "execution", "tf")
-COMPILED += ("every kind", "memorised", "DataLoader")
+COMPILED = ("steps", "xla", "execution", "tf", "memorised", "DataLoader")
 """Words in the name of a case that runs on TensorFlow; most need a compiled step."""
 
 BACKENDS = ("torch", "tensorflow", "jax")
@@ -89,7 +88,7 @@ def backend_of(item: pytest.Item) -> str:
     named = [marker.args for marker in item.iter_markers("requires_backend")]
     able = [backend for backend in BACKENDS if all(backend in args for args in named)]
     case = item.callspec.id if hasattr(item, "callspec") else ""
-    compiled = "compiled" in item.name or any(word in case for word in COMPILED)
+    compiled = any(word in case for word in COMPILED)
     if not able or ("tensorflow" in able and compiled):
         return "tensorflow"
     return able[0]

@@ -78,6 +78,7 @@ def test_hits_the_exact_step(site, kind):
     assert set(vars(faulty)) == attributes
 
 
+@pytest.mark.daily("graph-weights", "graph-loss", "xla-*", "steps2-*")
 @pytest.mark.parametrize(
     ("mode", "site"), [*(("graph", site) for site in SITES), ("xla", "gradients"), ("steps2", "inputs")]
 )

@@ -212,6 +212,7 @@ def test_model_that_guards_itself_without_a_fit():
 
 
 @ONCE
+@pytest.mark.daily("epoch")
 @pytest.mark.parametrize("when", ["epoch", "end"])
 def test_a_later_write_error_is_reported_once(tmp_path, capsys, when):
     """If a file can no longer be written, at the end of the epoch or fit, and only once."""

@@ -70,6 +70,7 @@ def adam(rate):
 class TestOverflow:
     """Stock Keras ends untrained; the guarded run ends as the run at the lower rate."""
 
+    @pytest.mark.slow
     def test_as_good_as_the_best_rate(self):
         """The oracle is plain Keras at a tenth, a hundredth, a thousandth of the rate."""
         draw = np.random.default_rng(5)
@@ -190,6 +191,7 @@ class TestFinite:
         assert guard.incidents[0].diagnosis.cause == "divergence"
         assert any(f.kind == "stuck" for i in guard.incidents for f in i.findings)
 
+    @pytest.mark.slow
     def test_a_long_epoch(self):
         """All steps of an epoch of 260 are replayed, so the run ends like one at the lower rate."""
 
@@ -290,6 +292,7 @@ class TestProbation:
         assert changes(guard) == [["lower_lr"], ["rollback", "lower_lr"]] and spoiled
         assert history["nanguard/rate_factor"] == pytest.approx([0.9, 0.009, 1.0, 1.0])
 
+    @pytest.mark.daily("20")
     @pytest.mark.parametrize("last", [39, 20])
     def test_an_action_in_the_last_epoch_is_judged_at_its_end(self, last, tmp_path, capsys):
         """Before validation and checkpoints. The oracle is plain Keras up to the step of the action."""
@@ -380,7 +383,7 @@ class TestTrainedStart:
         model.fit(*data, batch_size=8, epochs=2, verbose=0, callbacks=second)
         return model.get_weights()
 
-    @pytest.mark.daily("regression-a file", "classifier-one guard", "residuals-two fits")
+    @pytest.mark.daily("regression-a file")
     @pytest.mark.parametrize("how", ["two fits", "a file", "one guard"])
     @pytest.mark.parametrize("kind", ["regression", "classifier", "residuals"])
     def test_at_the_noise_floor(self, kind, how, tmp_path):
@@ -394,6 +397,7 @@ class TestTrainedStart:
         for one, two in zip(self.continued(build, [], [], path), guarded, strict=True):
             np.testing.assert_allclose(one, two, rtol=0 if zoo.BACKEND == "tensorflow" else 1e-3, atol=1e-5)
 
+    @pytest.mark.slow
     def test_the_same_batch_at_each_step(self):
         """Its inputs cannot be exchanged with those of another batch."""
         rows, exact = self.ROWS[:64], self.ROWS[:64] @ np.ones((16, 1), "float32")
@@ -404,6 +408,7 @@ class TestTrainedStart:
             model.fit(rows, exact, batch_size=64, shuffle=False, epochs=400, verbose=0, callbacks=callbacks)
         assert guard.incidents == []
 
+    @pytest.mark.daily("3.0")
     @pytest.mark.parametrize("rate", [0.3, 3.0])
     def test_destroyed(self, rate):
         """A rate that is far too high in the second fit: its loss rises far above the first one's."""
@@ -423,6 +428,7 @@ class TestTrainedStart:
         model, _ = run(guard)
         assert accuracy(model) > 0.9 and changes(guard)[0] == ["rollback", "lower_lr"]
 
+    @pytest.mark.slow
     def test_destroyed_without_targets(self):
         """If inputs cannot be exchanged, a kernel that has grown shows it."""
 
@@ -584,6 +590,7 @@ class TestTime:
         steps = self.steps_of_trials(self.regression, target, rate=rate)
         assert 0 < steps <= most
 
+    @pytest.mark.slow
     def test_the_first_trials_of_a_run_that_learns_nothing(self, set_limit):
         """They are not repeated before the run has made as many steps as they took.
 
@@ -606,6 +613,7 @@ class TestTime:
 
 
 class TestReplay:
+    @pytest.mark.daily("100")
     @pytest.mark.parametrize("every", [100, 250])
     def test_the_epochs_show_the_steps_that_count(self, every):
         """The logs mean replayed steps, no undone ones; snapshot before (100) or within (250)."""

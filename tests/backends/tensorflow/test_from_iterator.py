@@ -214,6 +214,7 @@ def in_a_loop(model, guard, batches, corrupted):
     calls.on_train_end()
 
 
+@pytest.mark.daily("weights")
 @pytest.mark.parametrize("other", ["weights", "size"])
 def test_a_replay_of_batches_that_differ_from_those_of_the_fit_before(other):
     """With sample weights, or of another size than a static one: the steps are those of the loop."""

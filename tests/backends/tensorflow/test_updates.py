@@ -97,7 +97,7 @@ IN_TURN += [pytest.param(name, True, marks=pytest.mark.slow) for name in AS_IT_I
 
 
 @pytest.mark.daily(
-    *("Adam-True", "another quotient-False", "EMA-False", "loss scale-True", "accumulates-False", "momentum-False")
+    *("Adam-True", "another quotient-False", "loss scale-True", "momentum-False")
 )
 @pytest.mark.parametrize(("name", "in_turn"), IN_TURN)
 def test_the_same_bits(kernels, name, in_turn, set_limit):
@@ -176,6 +176,7 @@ def test_an_epsilon_of_zero(kernels):
     assert kernels["descend"] and not kernels["divide"]
 
 
+@pytest.mark.daily("other bits", "own way to assign")
 @pytest.mark.parametrize("how", ["other bits", "float64", "xla", "own way to assign"])
 def test_without_a_suitable_kernel(kernels, monkeypatch, how):
     """Without a suitable kernel the update runs as Keras wrote it."""

@@ -105,10 +105,8 @@ CASES = {
 }
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("keras", "own step")]
-
-
-@pytest.mark.parametrize("name", ["half precision", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_bad_batch_never_happened(name, steady):
     """A compiled guarded fit ends like one without the bad batches, and is compiled once."""
     build, policy = CASES[name]

@@ -134,7 +134,7 @@ print(fit([]), fit([NanGuard(verbose=0, diagnose=False, snapshot={"every": 1000}
 """
 
 
-@pytest.mark.daily("3")
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads what Linux says of threads")
 @pytest.mark.parametrize("layers", [3, 20])
 def test_a_small_step_wakes_no_threads(layers):

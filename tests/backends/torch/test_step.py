@@ -489,7 +489,7 @@ with guard.watch(net, optimizer):
 """
 
 
-@pytest.mark.daily("silent")
+@pytest.mark.daily("gone")
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_process_that_does_not_answer(tmp_path, how):
     """If another process has ended, or does not answer within the time limit of the process group,
