@@ -70,7 +70,7 @@ They run with `--nightly`, as do the cases that `@pytest.mark.daily` does not na
 DAILY_PAGES = ("README.md", "docs/start/first_run.md")
 """Pages whose code runs without `--nightly`."""
 
-COMPILED = ("steps", "xla", "execution", "tf", "memorised", "DataLoader")
+COMPILED = ("steps", "xla", "execution", "tf", "every kind", "memorised", "DataLoader")
 """Words in the name of a case that runs on TensorFlow; most need a compiled step."""
 
 BACKENDS = ("torch", "tensorflow", "jax")

@@ -164,7 +164,7 @@ def _compiled(model):
 
 
 class TestResume:
-    @pytest.mark.daily("every kind of state", "steps2")
+    @pytest.mark.daily("every kind of state", "steps2", "unbuilt")
     @pytest.mark.parametrize("case", RESUMED)
     def test_bit_identical(self, case, tmp_path):
         """A run that is resumed in a new model ends as an uninterrupted one."""
