@@ -24,6 +24,7 @@ from typing_extensions import Self
 
 from keras_nanguard._core.errors import PolicyError, expected
 from keras_nanguard._core.literals import Cause, Kind, Site
+from keras_nanguard._core.plain_values import printable
 
 MAX_LENGTH = 80
 """Length above which a value is shortened in a message."""
@@ -224,7 +225,8 @@ Steps = Annotated[int, Field(ge=0, le=10**9)]
 
 def _printable(text: str) -> str:
     """Return the text of a file if it can be printed and written into a file again."""
-    if not all(character.isprintable() or character in "\n\t" for character in text):
+    plain = text.expandtabs()
+    if printable(plain) != plain:
         raise ValueError("printable characters; in a glob, ? stands for any other one")
     return text
 
