@@ -241,8 +241,7 @@ def _scale(e: Evidence) -> Conclusion | None:
     scale, of_gradients = e.run.loss_scale, e.bad_site in ("gradients", "")
     if scale is None:
         return None
-    scaled = of_gradients or e.bad_site in ("loss", "statistics")
-    if scale > SCALE_TOO_HIGH and scaled and e.trials.unscaled == "finite":
+    if scale > SCALE_TOO_HIGH and e.trials.unscaled == "finite":
         return Conclusion("loss_scale_collapsed", because="scale_high")
     if scale < 1.0 and of_gradients and not e.batch.inputs_bad and e.trials.unscaled != "bad":
         return Conclusion("loss_scale_collapsed", confidence=EXPLAINED)

@@ -16,6 +16,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import preserved
 from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.case import Case, batch_facts, suspects, target_fault
+from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
 from keras_nanguard._diagnose.step_changes import at_state, computing_in_float32, standardized
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
@@ -91,10 +92,11 @@ def _in_float32(case: Case) -> dict[str, Any]:
 
 
 def _unscaled(case: Case) -> dict[str, Any]:
-    """Is the step finite with a loss scale of 1?"""
-    state = TrainState.of(case.step.model, case.step.optimizers)
+    """Is the step finite with a loss scale of 1? Only a step of the user scales the loss itself."""
+    state, e = TrainState.of(case.step.model, case.step.optimizers), case.evidence
     scales = [scale for scale, _ in state.scales]
-    if not scales or case.evidence.bad_site != "gradients":
+    in_loss = e.bad_site == "loss" and (e.run.loss_scale or 0.0) > SCALE_TOO_HIGH
+    if not scales or not (in_loss or e.bad_site == "gradients"):
         return {}
     with preserved(scales):
         for scale in scales:

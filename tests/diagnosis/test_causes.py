@@ -9,6 +9,7 @@ import pytest
 from diagnosis.test_decided import CASES
 from support.evidence import changed, evidence_of
 
+from keras_nanguard import NanGuard
 from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import Operand, Origin, Spread
@@ -31,6 +32,23 @@ def test_unscaled_data_that_has_made_training_diverge():
     assert conclude(grown).causes == {"input_scale", "divergence"} and conclude(grown).diverged
     assert conclude(changed(OVERFLOW, inputs=(Spread("inputs", 1e30, 0, 1),))).causes == {"input_scale"}
     assert conclude(GROWN).causes == {"divergence"} and conclude(GROWN).diverged
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="such a step fails in Keras, too")
+def test_a_loss_scale_that_makes_the_loss_itself_overflow():
+    """In a step of the user that returns the scaled loss."""
+
+    class Scaled(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            return self.optimizer.scale_loss(super().compute_loss(*args, **kwargs))
+
+    model = Scaled([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**126), "mse")
+    guard = NanGuard(verbose=0)
+    model.fit(np.ones((8, 4), "float32"), np.full((8, 1), 50.0), verbose=0, callbacks=[guard])
+    found = guard.incidents[0].diagnosis
+    assert found.cause == "loss_scale_collapsed"
+    assert "With a loss scale of 1 the same step is finite." in found.evidence
 
 
 @pytest.mark.parametrize("cause", CAUSE_WORDS)
