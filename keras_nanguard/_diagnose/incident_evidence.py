@@ -182,7 +182,7 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
     epsilon = getattr(optimizer, "epsilon", None)
-    rounded = np.float16 if dtype == "float16" else np.float32
+    rounding = "float32" if dtype == "bfloat16" else dtype
     settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
     known = {
         name: float(value)
@@ -193,7 +193,7 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
         name=type(optimizer).__name__,
         learning_rate=keras_optimizers.rate_if_known(rate_of, whole),
         epsilon=None if epsilon is None else float(epsilon),
-        epsilon_in_dtype=None if epsilon is None else float(rounded(epsilon)),
+        epsilon_in_dtype=None if epsilon is None else float(np.asarray(epsilon, rounding)),
         dtype=dtype,
         clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
         scaled=keras_optimizers.is_loss_scaled(whole),

@@ -69,6 +69,13 @@ def test_unknown_optimizers_prove_nothing(optimizer, weight, norm):
     assert not stays_finite(state, norm)
 
 
+@pytest.mark.parametrize(("dtype", "rounded"), [("float16", 0.0), ("bfloat16", 0.0), ("float32", 0.0), ("float64", 1e-50)])
+def test_epsilon_is_rounded_to_the_dtype_of_the_weights(dtype, rounded):
+    optimizer = keras.optimizers.Adam(epsilon=1e-50)
+    optimizer.build([keras.Variable(np.ones(2), dtype=dtype)])
+    assert optimizer_facts(optimizer).epsilon_in_dtype == pytest.approx(rounded, abs=0.0)
+
+
 def incident_of(optimizer, write=None):
     """Train on healthy data; call `write(optimizer)` after step 5. Return the first incident."""
     keras.utils.set_random_seed(0)
