@@ -28,7 +28,7 @@ STALL_SECONDS = 30.0
 """Seconds after which reading an empty file counts as hung, with or without progress ..."""
 
 SECONDS_PER_MIB = 1.0
-"""... and the seconds that each MiB of a file may take in addition."""
+"""... and the seconds that each MiB of its files may take in addition."""
 
 START_SECONDS = 120.0
 """Seconds to wait for a worker that starts: it loads NumPy and h5py, on a busy machine or a slow
@@ -53,7 +53,7 @@ def run_in_subprocess(
     Args:
         task: a key of `keras_nanguard._files.worker.TASKS`.
         progress: called with the progress that the worker reports.
-        details: further arguments of the task, plain JSON values.
+        details: further arguments of the task, plain JSON values; `source` is a file, too.
 
     Returns:
         The answer, plain JSON values.
@@ -62,9 +62,10 @@ def run_in_subprocess(
         FileFormatError: if the file is refused, or the library that reads it crashes or hangs.
         OSError: if a file cannot be written.
     """
-    name = plain_text(path)
-    seconds = STALL_SECONDS + SECONDS_PER_MIB * size_on_disk(path) / (1 << 20)
-    with _worker({"task": task, "path": path, "details": details}) as lines:
+    name, files = plain_text(path), [path, *filter(None, [details.get("source")])]
+    seconds = STALL_SECONDS + SECONDS_PER_MIB * sum(map(size_on_disk, files)) / (1 << 20)
+    request = {"task": task, "path": path, "details": details, "files": files}
+    with _worker(request) as lines:
         _message(lines, START_SECONDS, name)
         until = time.monotonic() + seconds
         while "answer" not in (message := _message(lines, until - time.monotonic(), name)):

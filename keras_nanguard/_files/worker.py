@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -26,9 +26,9 @@ from keras_nanguard._files.repair_file import Unwritable, copy_values, repair_fi
 from keras_nanguard._files.scan import scan_contents
 
 MAX_MEMORY = 1 << 30
-"""Memory limit for any file, in bytes, in addition to the memory of the process before reading.
-Reading in pieces takes a tenth of it. Only a damaged file that makes HDF5 reserve the declared size
-needs more.
+"""Memory limit for files of any size, in bytes, in addition to the memory of the process before
+reading. Reading in pieces takes a tenth of it. Only a damaged file that makes HDF5 reserve the
+declared size needs more.
 """
 
 ORBAX_MEMORY = 8 << 30
@@ -36,7 +36,7 @@ ORBAX_MEMORY = 8 << 30
 threads."""
 
 MEMORY_PER_BYTE = 16
-"""Additional memory limit per byte of the file."""
+"""Additional memory limit per byte of the files."""
 
 
 def _scan(path: str, progress: Progress, limits: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def main() -> None:
     _write(lines, {})
     request = json.loads(sys.stdin.buffer.readline())
     os.chdir(request["folder"])
-    _limit_memory(request["path"])
+    _limit_memory(request["files"])
     _write(lines, answer(request, progress))
 
 
@@ -98,16 +98,16 @@ def _write(lines: IO[bytes], message: dict[str, Any]) -> None:
     lines.flush()
 
 
-def _limit_memory(path: str) -> None:
-    """Limit the memory of this process to its current use plus the limit for a file. Only Linux
-    reports the current use."""
+def _limit_memory(paths: Sequence[str]) -> None:
+    """Limit the memory of this process to its current use plus the limit for these files. Only
+    Linux reports the current use."""
     try:
         import resource
 
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-        limit = now + (ORBAX_MEMORY if orbax_tree(path) else MAX_MEMORY)
-        limit += MEMORY_PER_BYTE * size_on_disk(path)
+        limit = now + (ORBAX_MEMORY if any(map(orbax_tree, paths)) else MAX_MEMORY)
+        limit += MEMORY_PER_BYTE * sum(map(size_on_disk, paths))
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -333,7 +333,7 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make
         scan(make.weights())
 
 
-@pytest.mark.parametrize("layout", ("file", "folder of links", "shards"))
+@pytest.mark.parametrize("layout", ("file", "folder of links", "shards", "source"))
 def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, layout):
     """One more second for each MiB, also through links, or beside one that leads nowhere."""
     odd_worker(
@@ -349,7 +349,7 @@ def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, 
         os.symlink("nowhere", make.folder / "lost")
         path = make.raw(b"{}", "model.weights.json")
     with pytest.raises(FileFormatError, match="late"):
-        scan(path)
+        repair(make.weights(), source=path) if layout == "source" else scan(path)
 
 
 def test_nothing_is_imported_from_the_folder_of_the_files(make, monkeypatch, own_process):

@@ -78,16 +78,17 @@ def test_a_wrong_structure_gives_a_result_or_one_sentence(name, tmp_path):
     not sys.platform.startswith("linux"), reason="only Linux reports the memory of a process"
 )
 def test_the_memory_of_hdf5_is_bounded(tmp_path):
-    """No request of a library exceeds the limit of the process; a large file gets more."""
+    """No request of a library exceeds the limit of the process; a large file or source gets more."""
     code = (
         "import sys, numpy as np; from keras_nanguard._files import worker\n"
-        "worker.MAX_MEMORY = 200 << 20; worker._limit_memory(sys.argv[1])\n"
+        "worker.MAX_MEMORY = 200 << 20; worker._limit_memory(sys.argv[1:])\n"
         "worker.TASKS['scan'] = lambda *_: {'size': np.ones(1 << 26).nbytes}\n"
         "print(worker.answer({'task': 'scan', 'path': 'x.keras', 'details': {}}, print))\n"
     )
     found = []
-    for size in (0, 1 << 26):
-        (tmp_path / "file").write_bytes(bytes(size))
-        command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    (tmp_path / "small").touch()
+    (tmp_path / "large").write_bytes(bytes(1 << 26))
+    for names in (("small",), ("large",), ("small", "large")):
+        command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in names)]
         found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert "'refused': 'x.keras cannot be read" in found[0] and str(1 << 29) in found[1]
+    assert "'refused': 'x.keras cannot be read" in found[0] and all(str(1 << 29) in one for one in found[1:])
