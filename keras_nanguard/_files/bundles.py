@@ -165,7 +165,7 @@ def _variables(path: Path, entries: Sequence[tuple[str, str]]) -> list[tuple[str
 
 def _load(path: Path, dtypes: Sequence[Any], max_bytes: int | None = None) -> list[Array]:
     """Return the arrays of a file, none of which is unpickled or larger than a bundle may be."""
-    max_bytes = max_bytes or 2 * MAX_BYTES
+    max_bytes = 2 * MAX_BYTES if max_bytes is None else max_bytes
     regular(path, max_bytes + _HEADERS)
     if not dtypes:
         return []

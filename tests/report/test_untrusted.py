@@ -17,7 +17,7 @@ from support.command_line import main
 
 from campaigns.fuzz_files import sqlite
 from campaigns.fuzz_recipes import json_text
-from keras_nanguard import Diagnosis, FileFormatError, GuardError, Incident, Recording
+from keras_nanguard import BundleError, Diagnosis, FileFormatError, GuardError, Incident, Recording
 from keras_nanguard._core.plain_values import MAX_DEPTH, check_depth, loads
 from keras_nanguard._diagnose.bundle import _readme
 from keras_nanguard._files import bundles
@@ -149,6 +149,13 @@ def test_a_member_that_unpacks_without_limit_is_omitted(bundle):
     with pytest.raises(FileFormatError, match=r"stored or deflated.*numpy\.savez"):
         bundles.batch_arrays(bundle, 64 << 20)
     assert cards.batch_rows(bundle, (0,)) == []
+
+
+@pytest.mark.parametrize("budget", [0, 15])
+def test_a_batch_larger_than_the_budget_is_not_read(bundle, budget):
+    with pytest.raises(BundleError, match="more than a bundle may have"):
+        bundles.batch_arrays(bundle, budget)
+    assert bundles.batch_arrays(bundle, 16)
 
 
 def test_a_readme_has_no_control_characters():
