@@ -1,11 +1,12 @@
-"""A bad step that is examined: it can run again, and its evidence grows. What its batch contains,
-and which rows or targets may be to blame.
+"""A bad step that is examined: it can run again, also changed, and its evidence grows. What its
+batch contains, and which rows or targets may be to blame.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
-from keras_nanguard._core import memory
+from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import named
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
@@ -27,16 +28,20 @@ from keras_nanguard._diagnose.evidence import (
     TargetFault,
     distinct,
 )
-from keras_nanguard._diagnose.step_changes import Start
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     layers as keras_layers,
     losses as keras_losses,
+    precision,
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
 
 MAX_HALVINGS = 16
 """Maximum number of times that a batch is halved in the search for a row."""
+
+Start = Callable[[Any], Any]
+"""Returns the value that a variable had in an earlier state, `None` if it was not in it."""
 
 
 @dataclass(frozen=True)
@@ -288,3 +293,53 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
         return None
     proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
     return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)
+
+
+# Changes of a step for the trials: an earlier state, scaled data, the model in float32
+
+
+@contextmanager
+def at_state(step: ReplayableStep, start: Start, rates: bool = False) -> Iterator[None]:
+    """Give a step an earlier state, as far as it is known, and restore the current one at the end.
+
+    Args:
+        rates: whether loss scale and learning rates are the earlier ones, too.
+    """
+    state = TrainState.of(step.model, step.optimizers)
+    with step.preserved():
+        for variable in state.everything if rates else state.restorable:
+            value = start(variable)
+            if value is not None:
+                keras_variables.write(variable, value)
+        yield
+
+
+def standardized(role: str, value: Any, ids: bool = True) -> Any:
+    """Return floats with mean 0 and standard deviation 1 in each feature; targets only if they are
+    large, no sparse or ragged ones.
+
+    Args:
+        ids: whether integers in the inputs are ids, which are not scaled.
+    """
+    if keras_arrays.is_sparse(value) or hasattr(value, "nested_row_splits"):
+        return value
+    array = finiteness.widen(keras_variables.dense(value))
+    is_float = array.dtype.kind == "f"
+    counts = array.dtype.kind in "iu" and role == "inputs" and not ids
+    if not (is_float or counts) or role == "sample_weight" or not array.ndim:
+        return value
+    array = array.astype(np.float64)
+    if role == "targets" and np.abs(array).max() <= 10.0:
+        return value
+    deviation = array.std(axis=0)
+    scaled = (array - array.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    dtype = value.dtype if is_float else keras.backend.floatx()
+    return keras.ops.cast(scaled, keras.backend.standardize_dtype(dtype))
+
+
+def computing_in_float32(step: ReplayableStep) -> AbstractContextManager[None]:
+    """Make the model of a step compute in float32, with float32 copies of all variables of the step
+    that have a low dtype.
+    """
+    twin = current.replay().twin
+    return precision.computing_in_float32(step.model, step.optimizers, step.variables(), twin)

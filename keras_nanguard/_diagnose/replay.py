@@ -27,12 +27,11 @@ from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, obstacle_to, tensors
+from keras_nanguard._diagnose.case import Case, Start, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
-from keras_nanguard._diagnose.step_changes import Start, computing_in_float32
 from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import first_line, refuse_missing

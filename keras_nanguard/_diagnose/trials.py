@@ -15,10 +15,17 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.replay import preserved
 from keras_nanguard._core import finiteness
-from keras_nanguard._diagnose.case import Case, batch_facts, suspects, target_fault
+from keras_nanguard._diagnose.case import (
+    Case,
+    at_state,
+    batch_facts,
+    computing_in_float32,
+    standardized,
+    suspects,
+    target_fault,
+)
 from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
-from keras_nanguard._diagnose.step_changes import at_state, computing_in_float32, standardized
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
