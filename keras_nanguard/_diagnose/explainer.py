@@ -37,9 +37,10 @@ from keras_nanguard._diagnose.incident_evidence import (
     committed_site,
     growth,
     incident_evidence,
+    is_by_other_code,
+    negative_slot,
 )
 from keras_nanguard._diagnose.iterators import reads_iterator
-from keras_nanguard._diagnose.other_writers import is_by_other_code, negative_slot
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
 from keras_nanguard._diagnose.trials import investigate
 from keras_nanguard._keras import optimizers as keras_optimizers

@@ -8,8 +8,12 @@ import pytest
 
 from keras_nanguard import Incident, NanGuard
 from keras_nanguard._core.history import History
-from keras_nanguard._diagnose.incident_evidence import optimizer_facts
-from keras_nanguard._diagnose.other_writers import MODERATE, PROVEN, is_by_other_code
+from keras_nanguard._diagnose.incident_evidence import (
+    MODERATE,
+    PROVEN,
+    is_by_other_code,
+    optimizer_facts,
+)
 
 
 def parts(optimizer, weight, slot=None):
