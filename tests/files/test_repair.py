@@ -18,8 +18,8 @@ import pytest
 
 from keras_nanguard import FileFormatError, GuardError, repair, scan
 from keras_nanguard._files.formats.opening import opened
-from keras_nanguard._files.initial_values import _ZERO_SLOTS, initial_value
 from keras_nanguard._files.repair_arrays import NotRepaired
+from keras_nanguard._files.repair_file import _ZERO_SLOTS, initial_value
 
 
 def values(path):
