@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from keras_nanguard._files.problems import STATISTICS_LIMIT
 
@@ -15,28 +15,15 @@ Argument: TypeAlias = Callable[[argparse.ArgumentParser], object]
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 """Takes the parsed arguments and returns the exit code."""
 
-
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        run: runs it; the first paragraph of its docstring is the help.
-        arguments: its arguments, in the order of the help.
-    """
-
-    run: Run
-    arguments: tuple[Argument, ...]
-
-
-COMMANDS: dict[str, Command] = {}
-"""Every command, by its name."""
+COMMANDS: dict[str, tuple[Run, tuple[Argument, ...]]] = {}
+"""Every command by its name: what runs it, and its arguments in the order of the help."""
 
 
 def command(*arguments: Argument) -> Callable[[Run], Run]:
     """Return a decorator that makes a function a command: `check_policy` becomes `check-policy`."""
 
     def declare(run: Run) -> Run:
-        COMMANDS[run.__name__.replace("_", "-")] = Command(run, arguments)
+        COMMANDS[run.__name__.replace("_", "-")] = run, arguments
         return run
 
     return declare

@@ -93,11 +93,11 @@ def parser() -> argparse.ArgumentParser:
     version = "print the version and exit"
     root.add_argument("--version", action="version", version=__version__, help=version)
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        text = " ".join((command.run.__doc__ or "").partition("\n\n")[0].split())
+    for name, (run, arguments) in COMMANDS.items():
+        text = " ".join((run.__doc__ or "").partition("\n\n")[0].split())
         summary = f"{text[0].lower()}{text[1:]}".rstrip(".")
         own = commands.add_parser(name, help=summary, description=text, **common)
-        own.set_defaults(run=command.run)
-        for add in command.arguments:
+        own.set_defaults(run=run)
+        for add in arguments:
             add(own)
     return root
