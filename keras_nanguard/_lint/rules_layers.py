@@ -60,9 +60,9 @@ def batchnorm_batch_of_one(placed: Placed) -> str:
     return f"inputs of shape {tuple(shape)}: one value per channel" if single else ""
 
 
-def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]]:
-    """Yield each model within the model (and the model itself) with its own BatchNorms and layers
-    with kernels."""
+def _unlike_kernels(subject: Subject, trained: bool) -> Iterator[Site]:
+    """Yield each model within the model (and the model itself) whose own BatchNorms are trained,
+    some or all of them, and whose layers with kernels are all frozen; or the reverse."""
     groups: dict[str, tuple[list[Placed], list[Placed]]] = {}
     for placed in subject.layers:
         norms, kernels = groups.setdefault(placed.path.rpartition("/")[0], ([], []))
@@ -71,29 +71,24 @@ def _towers(subject: Subject) -> Iterator[tuple[str, list[Placed], list[Placed]]
             norms.append(placed)
         elif any(getattr(placed.layer, name, None) is not None for name in names):
             kernels.append(placed)
+    word, other = ("trained", "frozen") if trained else ("frozen", "trained")
     for tower, (norms, kernels) in groups.items():
-        if norms and kernels:
-            yield tower or str(subject.model.name), norms, kernels
+        found = [placed for placed in norms if placed.layer.trainable == trained]
+        if found and kernels and all(placed.layer.trainable != trained for placed in kernels):
+            whose = f"{tower or subject.model.name}, whose kernels are {other}"
+            yield found[0].path, f"{len(found)} {word} BatchNormalization layers in {whose}"
 
 
 @rule("warning", fix="Freeze all layers of the tower, or none.")
 def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
     """Frozen BatchNormalization among trainable layers."""
-    for tower, norms, kernels in _towers(subject):
-        frozen = [placed for placed in norms if not placed.layer.trainable]
-        if frozen and all(placed.layer.trainable for placed in kernels):
-            counted = f"{len(frozen)} frozen BatchNormalization layers"
-            yield frozen[0].path, f"{counted} in {tower}, whose kernels are trained"
+    return _unlike_kernels(subject, trained=False)
 
 
 @rule("warning", fix="Call the tower with training=False, and freeze all of its layers.")
 def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
     """Trainable BatchNormalization in a frozen tower."""
-    for tower, norms, kernels in _towers(subject):
-        thawed = [placed for placed in norms if placed.layer.trainable]
-        if thawed and not any(placed.layer.trainable for placed in kernels):
-            counted = f"{len(thawed)} trained BatchNormalization layers"
-            yield thawed[0].path, f"{counted} in {tower}, whose kernels are frozen"
+    return _unlike_kernels(subject, trained=True)
 
 
 @rule("error", fix="Call adapt() on the training data, and drop constant features.")
