@@ -21,11 +21,6 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-_FLOATS = frozenset(
-    ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
-    + ("complex64", "complex128")
-)
-
 _NATIVE = frozenset("fdbBhHiIlLqQ?")
 """Type codes of the dtypes that NumPy supports without conversion."""
 
@@ -37,8 +32,9 @@ _PIECE = 1 << 18
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether values of this dtype (a name, as Keras writes it) can be NaN or Inf."""
-    return str(dtype) in _FLOATS
+    """Whether values of this dtype (a name, as Keras writes it) can be NaN or Inf: of a real or
+    complex float of NumPy or `ml_dtypes`."""
+    return str(dtype).startswith(("float", "bfloat", "complex"))
 
 
 def dtype_name(dtype: Any) -> str:
@@ -50,6 +46,20 @@ def is_real(dtype: Any) -> bool:
     """Whether a dtype of NumPy or of any backend is a real float."""
     name = dtype_name(dtype)
     return is_float(name) and not name.startswith("complex")
+
+
+def named_dtype(name: str) -> np.dtype[Any] | None:
+    """Return the dtype of a name, including those of `ml_dtypes`; `None` if there is none."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    if not is_float(name):
+        return None
+    import ml_dtypes  # only here, to keep `--help` and float32 files fast
+
+    kind = getattr(ml_dtypes, name, None)
+    return None if kind is None else np.dtype(kind)
 
 
 @cache

@@ -10,13 +10,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._files.formats.contents import (
-    Contents,
-    Identity,
-    ModelArray,
-    float_name,
-    named_dtype,
-)
+from keras_nanguard._core.finiteness import dtype_name, is_float
+from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.names import role_of
 from keras_nanguard._keras import (
     layers as keras_layers,
@@ -81,13 +76,12 @@ def live_arrays(model: Any) -> list[LiveArray]:
 
 
 def _live(who: Identity, location: str, variable: Any, owner: Any) -> LiveArray:
-    dtype = str(getattr(variable.dtype, "name", variable.dtype))
-    kind = named_dtype(dtype)
+    dtype = dtype_name(variable.dtype)
     return LiveArray(
         location,
         dtype,
         tuple(int(length) for length in variable.shape),
-        is_float=kind is not None and float_name(kind) is not None,
+        is_float=is_float(dtype),
         pieces=lambda: (_value(variable),),
         whole=partial(_value, variable),
         who=who,

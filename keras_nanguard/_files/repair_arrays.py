@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray, named_dtype
+from keras_nanguard._core.finiteness import named_dtype
+from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
 from keras_nanguard._files.repair_options import RepairOptions

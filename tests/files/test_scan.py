@@ -13,13 +13,8 @@ from support.public_api import listed
 
 from keras_nanguard import GuardError, repair, scan
 from keras_nanguard._core.atomic_files import save_arrays, typed
-from keras_nanguard._files.formats.contents import (
-    Identity,
-    ModelArray,
-    float_name,
-    named_dtype,
-    tiles,
-)
+from keras_nanguard._core.finiteness import is_float, named_dtype
+from keras_nanguard._files.formats.contents import Identity, ModelArray, tiles
 from keras_nanguard._files.problems import PROBLEMS, SEVERITIES, Limits, find_problems
 from keras_nanguard._files.scan import _PIECE_VALUES, FLOAT16_MAX, statistics
 
@@ -303,9 +298,9 @@ def test_the_mean_is_that_of_the_finite_values(dtype):
 def test_only_floats_can_be_non_finite():
     """Neither integers, bools, text nor records; but float8 and bfloat16, NumPy's voids."""
     for kind in ("int32", "bool", "uint8", "S3", "U2", "V2", "M8[s]"):
-        assert float_name(np.dtype(kind)) is None
-    assert float_name(np.dtype([("a", "f4")])) is None
-    assert float_name(named_dtype("bfloat16")) == "bfloat16"
+        assert not is_float(np.dtype(kind).name)
+    assert not is_float(np.dtype([("a", "f4")]).name)
+    assert is_float(named_dtype("bfloat16").name) and is_float(np.dtype(np.longdouble).name)
     assert named_dtype("float8_nonsense") is None
     assert named_dtype("os.system") is None
 

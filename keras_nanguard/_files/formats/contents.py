@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import MAX_RATIO, MAX_UNBACKED, READ_BYTES, readable
@@ -101,14 +102,13 @@ class ModelArray:
         Args:
             reason: why it is not read, `""` if nothing is wrong.
         """
-        name = float_name(dtype)
-        shown = name or plain_text(dtype, 40)
-        if dtype.kind == "V" and name is None:
+        is_float = finiteness.is_float(dtype.name)
+        shown = dtype.name if is_float else plain_text(dtype, 40)
+        if dtype.kind == "V" and not is_float:
             reason = reason or f"values of the unnamed kind {shown}, which no reader can interpret"
         if reason:
             return cls(location, shown, shape, unread=reason, key=key)
         size = math.prod(shape) * dtype.itemsize
-        is_float = name is not None
         return cls(location, shown, shape, size, stored, is_float, "", pieces, whole, key)
 
     @property
@@ -151,30 +151,6 @@ class Contents:
     config: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     source: str = ""
-
-
-_SMALL_FLOATS = ("bfloat16", "float8", "float6", "float4")
-
-
-def named_dtype(name: str) -> np.dtype[Any] | None:
-    """Return the dtype of a name, including those of `ml_dtypes`; `None` if there is none."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        pass
-    if not name.startswith(_SMALL_FLOATS):
-        return None
-    import ml_dtypes  # only here, to keep `--help` and float32 files fast
-
-    kind = getattr(ml_dtypes, name, None)
-    return None if kind is None else np.dtype(kind)
-
-
-def float_name(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a float or complex dtype (`"float32"`, `"bfloat16"`), else `None`."""
-    name = str(dtype.name)
-    is_float = name.startswith(_SMALL_FLOATS) or (dtype.kind in "fc" and dtype.fields is None)
-    return name if is_float else None
 
 
 def tiles(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

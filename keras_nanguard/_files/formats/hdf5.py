@@ -14,8 +14,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core.finiteness import is_float, named_dtype
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.contents import ModelArray, float_name, named_dtype, pieces_of
+from keras_nanguard._files.formats.contents import ModelArray, pieces_of
 from keras_nanguard._files.formats.limits import PARSE_ERRORS, declared_too_much
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -166,6 +167,6 @@ def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:
     dtype: np.dtype[Any] = dataset.dtype
     if dtype.kind == "V" and dtype.fields is None:
         named = named_dtype(attribute_text(dataset, "dtype") or "")
-        if named is not None and named.itemsize == dtype.itemsize and float_name(named):
+        if named is not None and named.itemsize == dtype.itemsize and is_float(named.name):
             return named
     return dtype
