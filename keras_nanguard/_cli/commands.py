@@ -140,7 +140,7 @@ def _taking_data(path: str) -> Iterator[None]:
     except NanGuardError:
         raise
     except Exception as error:
-        received = f"{path}: {type(error).__name__}: {one_line(error)[:200]}"
+        received = f"{path}: {type(error).__name__}: {one_line(error, 200)}"
         remedy = "Check shapes and names of its inputs."
         raise GuardError(expected("data that the model accepts", received, remedy)) from error
 

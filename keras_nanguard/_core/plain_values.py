@@ -76,9 +76,9 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def one_line(text: object) -> str:
-    """Return a text in one line, without control characters."""
-    return printable(" ".join(str(text).split()))
+def one_line(text: object, max_length: int = 1 << 20) -> str:
+    """Return a text in one line, safe to print and of limited length."""
+    return plain_text(" ".join(str(text).split()), max_length)
 
 
 def printable(text: str) -> str:

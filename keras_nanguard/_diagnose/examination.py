@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,13 +15,13 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.plain_values import plain, plain_text
+from keras_nanguard._core.plain_values import plain
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.explainer import conclude
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
-from keras_nanguard._diagnose.sentences import layer_table
+from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
@@ -168,10 +167,10 @@ def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     bad = next((one for one in passes if not one.run.finite), None)
     evidence = _evidence(step, batch, inference, training, bad or trained or inference)
     found = conclude(evidence)
-    raised = [f"{one.name} raised {_plain(one.run.error)}" for one in passes if one.run.error]
-    if found.cause == "unknown" and raised:
+    failed = [f"{one.name} raised {raised(one.run.error)}" for one in passes if one.run.error]
+    if found.cause == "unknown" and failed:
         remedy = "Pass one batch, x and y as for fit."
-        raise GuardError(expected("data that the model accepts", raised[0], remedy))
+        raise GuardError(expected("data that the model accepts", failed[0], remedy))
     if not (evidence.bad_site or evidence.state or evidence.notes):
         found = replace(found, advice=())
     result = "" if trained is None else trained.run.word
@@ -242,14 +241,6 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
 def _float_arrays(outputs: Any) -> list[Any]:
     found = keras.tree.flatten(outputs)
     return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
-
-
-def _plain(error: str) -> str:
-    """Return the text of an exception on one line, without the colors and the arguments that Keras
-    adds.
-    """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", error).partition("Arguments received by")[0]
-    return plain_text(" ".join(text.split())).rstrip(".")
 
 
 def _moments(layer: Any) -> tuple[finiteness.Array, finiteness.Array]:

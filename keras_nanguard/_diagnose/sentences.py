@@ -5,13 +5,14 @@ Steps count from 1, rows are indices. Pure functions.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.observations import Operand, Origin, Spread
-from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, OptimizerFacts
@@ -225,7 +226,15 @@ def _reruns(e: Evidence) -> Iterator[str]:
     if e.replay.same_mode:
         yield f"A replay in the mode of the step ({e.mode}) {RESULTS[e.replay.same_mode]}."
     if e.replay.error and e.refused:
-        yield f"The replay of the step raised {plain_text(' '.join(e.replay.error.split()))}"
+        yield f"The replay of the step raised {raised(e.replay.error)}."
+
+
+def raised(error: str) -> str:
+    """Return the text of an exception on one line, without the colors and the arguments that Keras
+    adds.
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", error).partition("Arguments received by")[0]
+    return one_line(text, 300).rstrip(".")
 
 
 def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:

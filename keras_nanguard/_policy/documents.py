@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import PolicyError, expected
+from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._policy.records import safe_repr
 
 if sys.version_info >= (3, 11):
@@ -61,7 +62,7 @@ def parsed(text: str, suffix: str, name: str = "the text") -> dict[str, Any]:
     except RecursionError:
         received = f"nested deeper than {MAX_DEPTH}"
     except Exception as error:  # noqa: BLE001  parsers raise many kinds for malformed text
-        received = ascii(" ".join(str(error).split())[:MAX_REASON])[1:-1]
+        received = one_line(error, MAX_REASON)
     else:
         if isinstance(document, dict):
             return document
