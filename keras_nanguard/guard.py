@@ -20,7 +20,6 @@ from keras_nanguard._core.errors import GuardError, GuardInUseError, require_pat
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import Preset
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit import arguments, loop
 from keras_nanguard._fit.attached import Attached
 from keras_nanguard._fit.log import GuardLog
@@ -33,7 +32,7 @@ from keras_nanguard._keras.layers import data_paths
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy, Sections
 from keras_nanguard._policy.warnings import warnings_about
-from keras_nanguard._recording.recording import BadSample, Recording
+from keras_nanguard._recording.recording import BadSample, Recording, Totals
 from keras_nanguard._report import files
 from keras_nanguard._report.console import summary
 from keras_nanguard._report.figure import curves

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import arrays as keras_arrays
+from keras_nanguard._recording.recording import Totals
 
 MOST_PARTS = 100
 """Number of parts up to which a structure within an object of the user's is looked into."""

@@ -10,14 +10,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected, require_one_of
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._recording.database import (
     MAX_ALL_TEXT,
     MEASURED,
@@ -35,6 +34,29 @@ MAX_SHARE = 4
 
 MAX_WHOLE = 1 << 53
 """Largest step, epoch or row number; two of them can be added in 64 bits."""
+
+
+class Totals(NamedTuple):
+    """Numbers of steps of one or several fits.
+
+    Attributes:
+        steps: complete train steps, including refused ones; `None` if unknown.
+        overflows: those of them that were ordinary float16 overflows, which are not incidents.
+        run_again: further steps that were refused, undone by a rollback or a restart, and run
+            again.
+    """
+
+    steps: int | None = 0
+    refused: int = 0
+    overflows: int = 0
+    run_again: int = 0
+
+    @property
+    def replayed(self) -> str:
+        """The further steps in words, after a comma; `""` without any."""
+        again = plain_values.times(self.run_again, "skipped step")
+        return f", {again} undone and run again" if self.run_again else ""
+
 
 COUNTED = Totals._fields[1:]
 """Entries of `meta` with numbers of refused steps."""

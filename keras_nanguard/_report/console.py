@@ -21,9 +21,8 @@ from keras_nanguard._core.incident import (
 )
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import printable as printable, times
-from keras_nanguard._core.totals import Totals
 from keras_nanguard._policy.actions import ACTIONS
-from keras_nanguard._recording.recording import BadSample
+from keras_nanguard._recording.recording import BadSample, Totals
 
 WIDTH = 120
 """Maximum number of characters of a line."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.totals import Totals
-from keras_nanguard._recording.recording import COUNTED, Recording
+from keras_nanguard._recording.recording import COUNTED, Recording, Totals
 from keras_nanguard._report.console import summary, why
 
 
