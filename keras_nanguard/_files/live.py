@@ -20,7 +20,7 @@ from keras_nanguard._keras import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LiveArray(ModelArray):
     """The value of one variable of a live model.
 

@@ -86,8 +86,8 @@ def repair_file(
     found["changes"] = [asdict(change) for change in changes]
     if new:
         with opened(os.path.join(scratch, os.path.basename(output))) as contents:
-            contents.source = plain_text(output)
-            found["after"] = asdict(scan_contents(contents, limits, progress))
+            after = asdict(scan_contents(contents, limits, progress))
+        found["after"] = {**after, "source": plain_text(output)}
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Identity:
         return name in ("float16", "mixed_float16")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelArray:
     """One array of a model: in a file, or the value of a variable.
 
@@ -131,7 +131,7 @@ class ModelArray:
             return self.whole()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Contents:
     """The contents of one model file, or of a live model.
 
@@ -146,10 +146,10 @@ class Contents:
     """
 
     kind: str
-    arrays: list[ModelArray]
-    names: dict[str, str] = field(default_factory=dict)
+    arrays: Sequence[ModelArray]
+    names: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     source: str = ""
 
 

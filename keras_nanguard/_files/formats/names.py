@@ -138,18 +138,20 @@ def role_of(name: str, layer_class: str = "") -> str:
     return "other" if name in ("count", "seed_generator_state") else "weight"
 
 
-def name_arrays(contents: Contents) -> None:
-    """Set the identity of each array of a file."""
-    config, groups = LayerConfig(contents.config), dict[str, list[ModelArray]]()
+def named_arrays(contents: Contents) -> list[ModelArray]:
+    """Return the arrays of a file, each with its identity."""
+    config = LayerConfig(contents.config)
     alone = {"h5": _legacy, "orbax": _orbax, "npz": _by_path}.get(contents.kind)
+    if alone is not None:
+        return [replace(array, who=alone(array.location, config)) for array in contents.arrays]
+    groups: dict[str, list[ModelArray]] = {}
     for array in sorted(contents.arrays, key=_number):
-        if alone is not None:
-            array.who = alone(array.location, config)
         groups.setdefault(array.location.rpartition("/")[0], []).append(array)
-    for group, arrays in groups.items() if alone is None else ():
-        named = _of_group(contents, config, group, arrays)
-        for array, who in zip(arrays, named, strict=True):
-            array.who = who
+    who: dict[int, Identity] = {}
+    for group, arrays in groups.items():
+        found = _of_group(contents, config, group, arrays)
+        who.update(zip(map(id, arrays), found, strict=True))
+    return [replace(array, who=who[id(array)]) for array in contents.arrays]
 
 
 def _number(array: ModelArray) -> int:

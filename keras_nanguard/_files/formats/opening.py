@@ -14,16 +14,17 @@ import shutil
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import h5py
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.contents import Contents
+from keras_nanguard._files.formats.contents import Contents, ModelArray
 from keras_nanguard._files.formats.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
 from keras_nanguard._files.formats.limits import (
     MAX_JSON,
@@ -33,7 +34,7 @@ from keras_nanguard._files.formats.limits import (
     refuse_bomb,
     refuse_missing,
 )
-from keras_nanguard._files.formats.names import name_arrays
+from keras_nanguard._files.formats.names import named_arrays
 from keras_nanguard._files.formats.npz import archived_arrays
 from keras_nanguard._files.formats.orbax import orbax_tree, read_orbax
 
@@ -63,9 +64,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Contents]:
     with ExitStack() as stack:
         with readable(name):
             contents = _contents(name, stack)
-            name_arrays(contents)
-            contents.source = plain_text(name)
-        yield contents
+            named = named_arrays(contents)
+        yield replace(contents, arrays=named, source=plain_text(name))
 
 
 def _contents(path: str, stack: ExitStack) -> Contents:
@@ -85,44 +85,42 @@ def _contents(path: str, stack: ExitStack) -> Contents:
 
 
 def _hdf5(path: str, stack: ExitStack) -> Contents:
-    contents = Contents("weights.h5", [])
-    file = _add(contents, path, stack)
-    if "model_weights" in file or "layer_names" in file.attrs:
-        contents.kind = "h5"
-    if text := attribute_text(file, "model_config"):
-        _configure(contents, "The attribute model_config", text.encode)
-    return contents
-
-
-def _add(contents: Contents, source: str | Window, stack: ExitStack) -> h5py.File:
-    """Add the arrays of an HDF5 file, or of a window on another file, and return it."""
-    options = {"locking": False} if isinstance(source, str) else {}
-    file = stack.enter_context(h5py.File(source, "r", **options))
+    file = _file(path, stack)
     arrays, names = stored_arrays(file)
-    contents.arrays += arrays
-    contents.names |= names
-    return file
+    legacy = "model_weights" in file or "layer_names" in file.attrs
+    text = attribute_text(file, "model_config") or ""
+    what = "The attribute model_config"
+    config, notes = _configuration(what, text.encode) if text else (None, ())
+    return Contents("h5" if legacy else "weights.h5", arrays, names, config, notes)
 
 
-def _configure(contents: Contents, what: str, read: Callable[[], bytes]) -> None:
-    """Set the configuration, or add a note if it cannot be parsed."""
+def _file(source: str | Window, stack: ExitStack) -> h5py.File:
+    """Open an HDF5 file, or a window on another file."""
+    options = {"locking": False} if isinstance(source, str) else {}
+    return stack.enter_context(h5py.File(source, "r", **options))
+
+
+def _configuration(
+    what: str, read: Callable[[], bytes]
+) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the configuration, and a note if it cannot be parsed."""
     try:
         if len(text := read()) > MAX_JSON:
             raise ValueError(f"it has more than {MAX_JSON} bytes")
         parsed = json.loads(text)
-        contents.config = parsed if isinstance(parsed, dict) else None
+        return parsed if isinstance(parsed, dict) else None, ()
     except PARSE_ERRORS as error:
         reason = f"could not be parsed ({plain_text(error, 120)}): {_UNNAMED}."
-        contents.notes.append(f"{what} {reason}")
+        return None, (f"{what} {reason}",)
 
 
 def _folder(path: str, stack: ExitStack) -> Contents:
     weights, config = os.path.join(path, WEIGHTS), os.path.join(path, "config.json")
     if os.path.isfile(weights):
-        contents = _hdf5(weights, stack)
-        contents.kind = "folder"
+        contents = replace(_hdf5(weights, stack), kind="folder")
         if os.path.isfile(config) and os.path.getsize(config) <= MAX_JSON:
-            _configure(contents, "config.json", Path(config).read_bytes)
+            found, notes = _configuration("config.json", Path(config).read_bytes)
+            contents = replace(contents, config=found, notes=(*contents.notes, *notes))
         return contents
     if (tree := orbax_tree(path)) is not None:
         return read_orbax(path, tree)
@@ -131,14 +129,16 @@ def _folder(path: str, stack: ExitStack) -> Contents:
 
 
 def _sharded(path: str, stack: ExitStack) -> Contents:
-    contents = Contents("sharded", [])
+    arrays, names = list[ModelArray](), dict[str, str]()
     for name in _shard_names(path):
         shard = os.path.join(os.path.dirname(path), name)
         if not os.path.isfile(shard):
             listed = f"The shard {plain_text(name)} that {plain_text(path)} lists"
             raise FileFormatError(f"{listed} is missing.")
-        _add(contents, shard, stack)
-    return contents
+        more, groups = stored_arrays(_file(shard, stack))
+        arrays += more
+        names |= groups
+    return Contents("sharded", arrays, names)
 
 
 def _shard_names(path: str) -> list[str]:
@@ -186,10 +186,9 @@ def _keras(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Contents:
         with archive.open(info) as member:
             return member.read(MAX_JSON + 1)
 
-    contents = Contents("keras", [])
-    _configure(contents, "config.json", read)
-    _add(contents, _weights(archive, path, stack), stack)
-    return contents
+    config, notes = _configuration("config.json", read)
+    arrays, names = stored_arrays(_file(_weights(archive, path, stack), stack))
+    return Contents("keras", arrays, names, config, notes)
 
 
 def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
