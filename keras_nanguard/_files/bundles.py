@@ -8,7 +8,7 @@ backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,22 +45,22 @@ class Bundle:
     """The content of a bundle.
 
     Attributes:
-        about: the content of `bundle.json`.
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
         start: their values before the first step; empty if they were omitted.
         growth: the course of loss, gradient norm and weights before the step.
         model: the model's configuration as JSON text, `""` if it has none.
+        keeps_undo: as in a `ReplayableStep`.
     """
 
     path: Path
     incident: Incident
-    about: Mapping[str, Any]
     batch: Any
     state: Sequence[tuple[str, Array]]
     start: Sequence[tuple[str, Array]]
     growth: Growth
     model: str
+    keeps_undo: bool
 
 
 def can_be_read(arrays: Sequence[Array]) -> bool:
@@ -106,12 +106,12 @@ def _read(folder: Path) -> Bundle:
     return Bundle(
         folder,
         Incident.from_dict(document(folder / "incident.json")),
-        about,
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),
         _variables(folder / "start.npz", entries),
         stored(Growth, about["growth"]),
         regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
+        bool(about.get("saving")),
     )
 
 
