@@ -261,7 +261,8 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
 def _repair(context: ActionContext, p: Parameters) -> Done:
     run, source, state = context.run, p["source"], context.run.train_state()
     whole = (*state.trainable, *state.statistics, *state.slots)
-    bad = [v for v in whole if id(v) not in run.tolerated and not keras_variables.is_finite(v)]
+    accepts = run.state_check.accepts
+    bad = [v for v in whole if not accepts(v, keras_variables.view(v))]
     if not bad:
         raise NotDoneError("no entry is bad")
     good = _source(context, source, bad)
@@ -272,7 +273,8 @@ def _repair(context: ActionContext, p: Parameters) -> Done:
     count, repaired = 0, []
     for variable in known:
         value = keras_variables.read(variable)
-        places = ~np.isfinite(finiteness.widen(value))
+        wide = finiteness.widen(value)
+        places = np.isnan(wide) if id(variable) in run.tolerated else ~np.isfinite(wide)
         value[places] = np.asarray(good[id(variable)])[places]
         repaired.append((variable, value))
         count += int(places.sum())

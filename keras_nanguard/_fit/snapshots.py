@@ -9,7 +9,7 @@ another one, or is not taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -36,6 +36,11 @@ UNKNOWN = Level(0, math.inf, 0.0)
 
 Agree = Callable[[bool, bool], tuple[bool, ...]]
 Array = np.ndarray[Any, Any]
+Accepts = Callable[[Any, Array], bool]
+
+
+def _is_finite(variable: Any, value: Array) -> bool:
+    return finiteness.is_finite(value)
 
 
 @dataclass(eq=False)
@@ -143,13 +148,13 @@ class Ring:
     # Taking one
 
     def take(
-        self, about: Snapshot, state: TrainState, tolerated: Container[int] = ()
+        self, about: Snapshot, state: TrainState, accepts: Accepts = _is_finite
     ) -> Literal["", "memory", "nonfinite"]:
         """Copy the state to memory, or write it to disk, if it is finite.
 
         Args:
             about: the snapshot without its values. It is `verified` if it counts so immediately.
-            tolerated: the `id` of each variable that may have Inf, or NaN as well, on purpose.
+            accepts: whether a value of a variable is finite, except for what is there on purpose.
 
         Returns:
             What prevents it: a copy does not fit into memory, or the state is not finite.
@@ -157,7 +162,7 @@ class Ring:
         self.promote(about.good)
         short = not _fits(state.kept, first=not about.step)
         able = not short or bool(about.step and self._in_memory())
-        views, good = _read(state.kept, able, tolerated)
+        views, good = _read(state.kept, able, accepts)
         lacks, bad = self._agree(not able and self._folder is None, not good)
         if lacks or bad:
             return "nonfinite" if bad else "memory"
@@ -345,10 +350,9 @@ def _is_constant(value: Array) -> bool:
 
 
 def _read(
-    variables: Iterable[Any], keeps: bool, tolerated: Container[int]
+    variables: Iterable[Any], keeps: bool, accepts: Accepts
 ) -> tuple[dict[int, Array] | None, bool]:
-    """Return the values of variables by `id`, and whether all are finite, without the tolerated
-    ones.
+    """Return the values of variables by `id`, and whether all are accepted.
 
     Each process reads each variable once: reading one may need all processes, and copies it from an
     accelerator. Without memory for all of them (`keeps`) no value is returned.
@@ -357,7 +361,7 @@ def _read(
     good = True
     for variable in variables:
         value = keras_variables.view(variable)
-        good &= id(variable) in tolerated or finiteness.is_finite(value)
+        good &= accepts(variable, value)
         if views is not None:
             views[id(variable)] = value
     return views, good

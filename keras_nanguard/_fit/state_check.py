@@ -77,6 +77,18 @@ class StateCheck:
         self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
         return [v for v in constants if id(v) in self.tolerated]
 
+    def accepts(self, variable: Any, value: Any) -> bool:
+        """Return whether a value of a variable is finite, except for what it may have."""
+        if finiteness.is_finite(value):
+            return True
+        nan, infs, _ = finiteness.counts(value)
+        return not self._has_bad(variable, nan, infs)
+
+    def _has_bad(self, variable: Any, nan: int, infs: int) -> bool:
+        """Whether these numbers of NaN and Inf are not what the variable may have."""
+        bad_nan = nan and id(variable) not in self.nan_markers
+        return bool(bad_nan or (infs and id(variable) not in self.tolerated))
+
     def scan(self, train_state: TrainState, before: bool = False) -> list[Finding]:
         """Return a finding for each variable with NaN or Inf.
 
@@ -91,8 +103,7 @@ class StateCheck:
         for own, variable in checked(train_state):
             nan, infs, size = finiteness.counts(keras_variables.view(variable))
             place: Site = "state" if before else own
-            bad_nan = nan and id(variable) not in self.nan_markers
-            if bad_nan or (infs and id(variable) not in self.tolerated):
+            if self._has_bad(variable, nan, infs):
                 findings.append(Finding(place, "nonfinite", variable.path, nan, infs, size))
             elif before and not (nan or infs):
                 own_limit = self._policy.max_abs(variable.path, own) if self._policy.limits else 0.0

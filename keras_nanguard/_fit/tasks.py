@@ -129,7 +129,7 @@ class Tasks:
                 generator=drawn,
                 unlisted=state.unlisted_restorers() if run.can_replay else (),
             )
-            obstacle = run.ring.take(fresh, state, run.tolerated)
+            obstacle = run.ring.take(fresh, state, run.state_check.accepts)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
             run.lacks_memory(f"no snapshot{which}", size_of(state.kept))

@@ -87,6 +87,25 @@ def test_a_number_that_becomes_nan_is_found(mode):
     assert weights[0] == 1.0
 
 
+def test_only_inf_is_on_purpose():
+    """NaN in it is found before it is in a snapshot, and repaired; Inf in it stays."""
+
+    class Limits(Last):
+        def build(self, shape):
+            first = keras.initializers.Constant(np.inf)
+            self.seen = self.add_weight(shape=(2,), initializer=first, trainable=False)
+
+        def call(self, x):
+            return x
+
+    policy = {"rules": [{"name": "mend", "do": [{"repair": {"source": "zeros"}}]}]}
+    guard = NanGuard(policy, verbose=0, diagnose=False, snapshot={"every": 5})
+    spoil = zoo.Before(lambda model: model.layers[0].seen.assign([np.nan, np.inf]), batch=7)
+    weights = fitted(model(Limits()), zoo.regression(), guard, spoil, epochs=1)
+    assert [o.status for i in guard.incidents for o in i.outcomes] == ["done"]
+    np.testing.assert_array_equal(weights[0], [0.0, np.inf])
+
+
 @pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
 def test_invalid_markers_are_found_before_the_first_step(which):
     """NaN in a weight, a statistic or a state of Keras' own layers is no marker."""
