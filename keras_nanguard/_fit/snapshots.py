@@ -281,19 +281,26 @@ class Ring:
         """Return the `depth`-th newest verified snapshot, or the oldest if there are fewer. Those
         on the way that are damaged are forgotten; their files stay.
         """
-        while verified := [s for s in self.snapshots if s.verified]:
-            snapshot = verified[-min(depth, len(verified))]
-            if snapshot.is_whole():
-                return snapshot
+
+        def choose() -> Snapshot | None:
+            verified = [s for s in self.snapshots if s.verified]
+            return verified[-min(depth, len(verified))] if verified else None
+
+        return self._whole(choose)
+
+    def _whole(self, choose: Callable[[], Snapshot | None]) -> Snapshot | None:
+        """Return the first chosen snapshot that is not damaged, and forget the others."""
+        while (snapshot := choose()) is not None and not snapshot.is_whole():
             self.snapshots.remove(snapshot)
             if snapshot.file is not None:
                 snapshot.file.close()
-        return None
+        return snapshot
 
     def before_onset(
         self, onset: int, first_loss: float, can_replay: Callable[[Snapshot], bool]
     ) -> Snapshot | None:
-        """Return the newest snapshot that was taken before a step ran, verified or not.
+        """Return the newest snapshot that was taken before a step ran, verified or not. If there is
+        none, it is the newest verified one. Damaged ones are forgotten, as by `newest`.
 
         If this is the state before the first step and the steps since then cannot be replayed, the
         snapshot with the lowest loss is returned instead, provided that it has made most of the
@@ -303,13 +310,19 @@ class Ring:
             first_loss: the lowest loss of the first steps.
             can_replay: whether the steps since a snapshot can be replayed.
         """
-        earlier = next((s for s in reversed(self.snapshots) if s.step <= onset), None)
-        if earlier is not None and not earlier.step and not can_replay(earlier):
+
+        def earlier() -> Snapshot | None:
+            return next((s for s in reversed(self.snapshots) if s.step <= onset), None)
+
+        def progressed() -> Snapshot | None:
             best = self.with_least_loss()
-            progress = best is not None and best.level.value + best.level.spread < first_loss
-            if best is not None and progress and best.is_whole():
-                return best
-        return earlier if earlier is not None and earlier.is_whole() else self.newest()
+            lower = best is not None and best.level.value + best.level.spread < first_loss
+            return best if lower else None
+
+        chosen = self._whole(earlier)
+        if chosen is not None and not chosen.step and not can_replay(chosen):
+            chosen = self._whole(progressed) or chosen
+        return chosen or self.newest()
 
     @property
     def start(self) -> Snapshot | None:

@@ -56,6 +56,15 @@ class TestRing:
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
+    def test_before_onset_past_a_damaged_one(self):
+        """It is never a later one; the damaged one is forgotten."""
+        ring = Ring(4, 0, Agreement().any_of)
+        ring.snapshots = [Snapshot(step, step, (0, step), verified=True) for step in (5, 10, 20)]
+        ring.snapshots[1].is_whole = lambda: False
+        assert ring.before_onset(12, np.inf, lambda snapshot: True).step == 5
+        assert [s.step for s in ring.snapshots] == [5, 20]
+        assert ring.before_onset(2, np.inf, lambda snapshot: True).step == 20
+
     def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
         ring, slots, weights = Ring(2, 0, Agreement().any_of), variable(*[0.0] * 1000), variable(*range(1000))
