@@ -83,7 +83,7 @@ class Monitors:
         updated = abs(run.history.updated)
         is_huge, self.highest = updated > HUGE, max(updated * LEAP, HUGE)
         norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
-        self._gradient = max([self._gradient, *norms])  # a norm that is NaN stays
+        self._gradient = max([self._gradient, *norms])
         self._seen = step
         if run.counts.rollbacks != self._rollbacks:
             self._rollbacks, self._statistics = run.counts.rollbacks, {}
