@@ -10,6 +10,8 @@ from keras.optimizers import schedules
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
 
@@ -135,6 +137,10 @@ def test_skipped(action, build, reason):
     train(guard, 3, build=build)
     ((_, status, words),) = outcomes(guard, action if isinstance(action, str) else next(iter(action)))
     assert status == "skipped" and reason in words and guard.session.run.step == 12
+
+
+def test_each_action_has_a_function():
+    assert list(PERFORMERS) == list(ACTIONS)
 
 
 class TestWarn:
