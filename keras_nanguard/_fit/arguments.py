@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core.errors import GuardError, PolicyError, expected, require_keras_3
-from keras_nanguard._policy.policy import SECTIONS, Policy, read_document
+from keras_nanguard._policy.policy import SECTIONS, Policy
 from keras_nanguard._policy.records import nearest, problem, raise_problems, safe_repr
 from keras_nanguard._policy.settings import Snapshot
 
@@ -37,7 +37,7 @@ def policy(
             raise
         unknown += error.problems
     raise_problems(unknown, "the arguments of NanGuard")
-    if resume and not _sets_storage(source, known):
+    if resume and "storage" not in made.snapshot.model_fields_set:
         made = Policy.load(made, snapshot={"storage": "disk"})
     _check_snapshots(made.snapshot, directory, resume)
     return made
@@ -55,13 +55,6 @@ def _check_snapshots(kept: Snapshot, directory: Path | None, resume: bool) -> No
     if resume and not kept.every:
         what, remedy = "snapshots to resume from", 'Write NanGuard(..., snapshot={"every": 100}).'
         raise GuardError(expected(what, f"resume=True, {found}.every is 0", remedy))
-
-
-def _sets_storage(source: Any, sections: Mapping[str, Any]) -> bool:
-    """Whether a document or the given sections set the storage of snapshots."""
-    document = {} if isinstance(source, Policy) else read_document(source)[0]
-    tables = (sections.get("snapshot"), document.get("snapshot"))
-    return any(isinstance(table, Mapping) and "storage" in table for table in tables)
 
 
 def _require(holds: bool, what: str, received: object, remedy: str) -> None:

@@ -156,7 +156,12 @@ class Policy(Record):
                 what, shown = "no other preset for a whole policy", safe_repr(preset)
                 remedy = f"Write Policy.load({shown}, ...) to start from another preset."
                 raise PolicyError(expected(what, f"preset={shown}", remedy))
-            return cls._of(merged(source.to_dict(), sections), _ARGUMENTS) if sections else source
+            if not sections:
+                return source
+            # A storage that is not set may still become "disk" in a run that resumes.
+            given = source.snapshot.model_dump(mode="json", exclude_unset=True)
+            whole = {**source.to_dict(), "snapshot": given}
+            return cls._of(merged(whole, sections), _ARGUMENTS)
         document, name = read_document(source)
         return cls._of(merged(document, sections), _ARGUMENTS if sections else name)
 

@@ -356,15 +356,17 @@ class TestResume:
         for arguments in ({"snapshot": {"storage": "disk"}}, {"resume": True}):
             with pytest.raises(GuardError, match="directory"):
                 NanGuard(**arguments)
-        with pytest.raises(GuardError, match="storage"):
-            NanGuard(directory=tmp_path, resume=True, snapshot={"storage": "memory"})
         (tmp_path / "own.toml").write_text('snapshot.storage = "memory"')
+        in_memory = {"snapshot": {"storage": "memory"}}
+        for policy in (in_memory, Policy.load(in_memory), tmp_path / "own.toml"):
+            with pytest.raises(GuardError, match="storage"):
+                NanGuard(policy, directory=tmp_path, resume=True)
         with pytest.raises(GuardError, match="storage"):
-            NanGuard(tmp_path / "own.toml", directory=tmp_path, resume=True)
+            NanGuard(directory=tmp_path, resume=True, **in_memory)
         with pytest.raises(GuardError, match="every"):
             NanGuard("observe", directory=tmp_path, resume=True)
 
-    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.load("stop")])
+    @pytest.mark.parametrize("policy", ["recover", {"snapshot": {"every": 7}}, Policy.load(Policy.load("stop"), snapshot={"every": 7})])
     def test_resuming_keeps_snapshots_on_disk(self, tmp_path, policy):
         guard = NanGuard(policy, directory=tmp_path, resume=True)
         assert guard.policy.snapshot.storage == "disk"
