@@ -6,6 +6,7 @@ import atexit
 import queue
 import sqlite3
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ WAIT = 30.0
 
 LOCKED = 10.0
 """Maximum time that one attempt waits for a file that is locked by a program, in seconds."""
+
+PAUSE = 0.05
+"""Time between two attempts, in seconds: SQLite may find at once that a file is locked."""
 
 _NAMES_ANOTHER = bytes.fromhex("d9d505f920a163d7")
 """The last bytes of an SQLite journal of a transaction over several files: it names another one."""
@@ -186,6 +190,8 @@ class Writer:
                     locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
                     if self._ending or not locked:
                         self.fail(error)
+                    else:
+                        time.sleep(PAUSE)
             self._idle.set()
         if file is not None:
             file.close()

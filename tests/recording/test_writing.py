@@ -5,6 +5,7 @@ import copy
 import os
 import pickle
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,27 @@ def test_locked_for_long(tmp_path, set_limit):
     other.close()
     another_fit(made, tmp_path)
     assert made.problem() == "" and len(Recording.read(tmp_path)) == 65
+    same(made.recording, Recording.read(tmp_path))
+
+
+def test_locked_at_once(tmp_path):
+    """If an attempt does not wait, the thread does: it does not keep a processor busy."""
+    attempts = []
+
+    def locked(*args):
+        attempts.append(args)
+        raise sqlite3.OperationalError("database is locked")
+
+    made = begun(tmp_path, steps=20)
+    assert flushed(made)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(File, "write", locked)
+        push(made, 20, 20)
+        made._work(time.time())
+        time.sleep(0.3)
+        assert 0 < len(attempts) < 10
+    assert flushed(made)
+    made.end("finished", 40, 0)
     same(made.recording, Recording.read(tmp_path))
 
 
