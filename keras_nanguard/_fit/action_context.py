@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keras_nanguard._core.incident import Incident
@@ -26,11 +26,11 @@ class ActionContext:
 
     Attributes:
         replays: number of rollbacks since the first of the running replays began; 0 outside.
-        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
-            unless an action lowers it.
         restart: the change that helps a run that is proven to have diverged, `None` for another
             incident.
         written_outside: whether other code has written the bad state after the last step.
+        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
+            unless an action lowers it.
         has_restored: whether an earlier action of the decision has restored a snapshot.
     """
 
@@ -38,7 +38,7 @@ class ActionContext:
     incident: Incident
     report: Report | None
     replays: int
-    rates_before: Mapping[int, float]
-    restart: LowerRateRestart | None
-    written_outside: bool
+    restart: LowerRateRestart | None = None
+    written_outside: bool = False
+    rates_before: Mapping[int, float] = field(default_factory=dict)
     has_restored: bool = False

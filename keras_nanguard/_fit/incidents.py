@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
@@ -17,10 +17,10 @@ from keras_nanguard._core.incident import (
 )
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.action_context import LowerRateRestart
+from keras_nanguard._fit.action_context import ActionContext, LowerRateRestart
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.perform import Response, perform
+from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
 from keras_nanguard._fit.rollback import ReplayQueue
@@ -29,6 +29,7 @@ from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
 )
+from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
@@ -57,17 +58,6 @@ def _continued(outcomes: tuple[Outcome, ...], words: str) -> tuple[Outcome, ...]
         return outcomes
     told = replace(main, detail=f"{main.detail}; {words}")
     return tuple(told if o is main else o for o in outcomes)
-
-
-class Handled(NamedTuple):
-    """An incident that was handled.
-
-    Attributes:
-        replays: whether a rollback has undone the last steps, and they are to run again.
-    """
-
-    incident: Incident
-    replays: bool
 
 
 class Incidents:
@@ -116,9 +106,9 @@ class Incidents:
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
-            handled = self.handle(left)
+            _, replays = self.handle(left)
             self.replays.leave_out(step)
-            return handled.replays
+            return replays
         run.recent.push(step, run.access.transaction.given, refused=True)
         if refusal == "overflow":
             run.counts.overflow()
@@ -128,10 +118,10 @@ class Incidents:
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
-        handled = self.handle(detected, report)
+        incident, replays = self.handle(detected, report)
         if not (self.replays.rollbacks and run.stopped):  # else no further batch follows
-            self.refusals.prepare_next(handled.incident, step, args, state)
-        return handled.replays
+            self.refusals.prepare_next(incident, step, args, state)
+        return replays
 
     def _verdict_before(self, verdict: Verdict) -> Verdict:
         """Return the verdict of the step before one that was refused for the state that it left."""
@@ -139,16 +129,16 @@ class Incidents:
             return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
         return verdict
 
-    def committed_bad_state(self, verdict: Verdict) -> Handled | None:
-        """Raise the incident of a step after which a sum over the state is bad, and return it;
-        `None` if no entry is bad.
+    def committed_bad_state(self, verdict: Verdict) -> bool | None:
+        """Raise the incident of a step after which a sum over the state is bad; return whether
+        steps are to run again, `None` if no entry is bad.
         """
         run, findings = self._run, self._run.scan()
         if not findings:
             return None
         run.recording.step(verdict)
         report = Report(verdict, (), (), run.last_arguments())
-        return self.handle(self._incident(findings, run.step, verdict, report), report)
+        return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
 
     def observed(self, verdict: Verdict, report: Report | None) -> bool:
         """Report a bad step of a policy that refuses nothing, once until the next finite step;
@@ -162,7 +152,7 @@ class Incidents:
         reported = report.findings() if report else ()
         findings = [*findings_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
-        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
+        return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
 
     def of_error(self, error: BaseException) -> None:
         """Report an exception inside of a step if it is about the data."""
@@ -204,24 +194,28 @@ class Incidents:
         report: Report | None = None,
         restart: LowerRateRestart | None = None,
         written_outside: bool = False,
-    ) -> Handled:
+    ) -> tuple[Incident, bool]:
         """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
             restart: the change that helps a run that is proven to have diverged.
             written_outside: whether other code has written the bad state after the last step.
+
+        Returns:
+            The incident, and whether a rollback has undone the last steps, which are to run again.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
         incident = self._decided(explained, report)
-        response = perform(
-            self._run, incident, report, self.replays.rollbacks, restart, written_outside
+        replays = self.replays.rollbacks
+        outcomes, back = perform(
+            ActionContext(self._run, incident, report, replays, restart, written_outside)
         )
-        incident = self._apply(response, incident, poles)
+        incident = self._apply(incident, outcomes, back, poles)
         self._publish(incident)
-        if "raise" in response.ends:
+        if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return Handled(incident, response.rerun is not None)
+        return incident, back.rerun is not None
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
@@ -298,22 +292,31 @@ class Incidents:
         highest = MAX_RATE if culprit.endswith("/learning_rate") else inf
         return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
 
-    def _apply(self, response: Response, incident: Incident, poles: Unusable) -> Incident:
-        """Apply what the actions of an incident have done; return it with the outcomes."""
+    def _apply(
+        self, incident: Incident, own: tuple[Outcome, ...], back: Done, poles: Unusable
+    ) -> Incident:
+        """Apply what the actions of an incident have done; return it with the outcomes.
+
+        Args:
+            own: the outcomes of this process.
+            back: the result of the action that has restored a state.
+        """
         run, decision = self._run, incident.decision
         assert decision is not None
-        outcomes = run.agreement.outcomes(response.outcomes)
-        if response.ends:
+        outcomes = run.agreement.outcomes(own)
+        ends = {o.action for o in outcomes if ACTIONS[o.action].terminal}  # also if it failed
+        if ends:
             run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
-        if "stop" in response.ends:
+        if ends - {"raise_error"}:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
         run.recording.actions(outcomes)
-        if response.state_replaced:
+        wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
+        if wrote or back.restored is not None:
             run.count_replacement()
-        if response.restored is not None:
-            self.replays.go_back(response.restored, response.rerun)
-        if response.rerun is None:
+        if back.restored is not None:
+            self.replays.go_back(back.restored, back.rerun)
+        if back.rerun is None:
             outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
             run.plan_changes()
             run.save_changes()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,7 @@ from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.action_context import ActionContext, LowerRateRestart
+from keras_nanguard._fit.action_context import ActionContext
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
 from keras_nanguard._fit.choose_snapshot import before_onset, last_good
 from keras_nanguard._fit.rates import Rate
@@ -52,62 +52,19 @@ class Done(NamedTuple):
     rerun: Rerun | None = None
 
 
-class Performer(NamedTuple):
-    """How an action is performed.
-
-    Attributes:
-        perform: performs it; returns what was done, or raises `NotDoneError`.
-        writes_parts: whether it writes some weights, statistics or slots: not a whole snapshot.
-        ends: how it ends training, also if it could not restore a state: `""` not at all, `"stop"`
-            after this step, `"raise"` by a `NonFiniteError`.
-    """
-
-    perform: Callable[[ActionContext, Parameters], Done]
-    writes_parts: bool = False
-    ends: Literal["", "stop", "raise"] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What the actions of a decision have done.
-
-    Attributes:
-        restored: the snapshot that was restored, if any.
-        rerun: the steps to replay from it, or `None`.
-        ends: how training ends, as in `Performer`; empty if it continues.
-        state_replaced: whether an action has written the state, also at the end of training.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    restored: Snapshot | None
-    rerun: Rerun | None
-    ends: Set[str]
-    state_replaced: bool
-
-
-def perform(
-    run: Run,
-    incident: Incident,
-    report: Report | None,
-    replays: int,
-    restart: LowerRateRestart | None = None,
-    written_outside: bool = False,
-) -> Response:
-    """Perform every action of the incident's decision.
+def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
+    """Perform every action of the decision of an incident.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
 
-    Args:
-        replays: number of rollbacks since the first of the running replays began.
-        restart: the change that helps a run that is proven to have diverged.
-        written_outside: whether other code has written the bad state after the last step.
+    Returns:
+        The outcomes, and the result of the action that has restored a state, if any has.
     """
-    decision = incident.decision
+    run, decision = context.run, context.incident.decision
     assert decision is not None
-    lowers = any(action["action"] == "lower_lr" for action in decision.actions)
-    rates = _rates(run) if lowers else {}
+    if any(action["action"] == "lower_lr" for action in decision.actions):
+        context = replace(context, rates_before=_rates(run))
     run.ring.promote(run.counts.good)
-    context = ActionContext(run, incident, report, replays, rates, restart, written_outside)
     outcomes: list[Outcome] = []
     back = Done("")
     for action in decision.actions:
@@ -115,29 +72,21 @@ def perform(
         outcomes.append(outcome)
         if done is not None and done.restored is not None:
             back, context = done, replace(context, has_restored=True)
-    wrote = any(PERFORMERS[o.action].writes_parts for o in outcomes if o.status == "done")
-    return Response(
-        outcomes=tuple(outcomes),
-        restored=back.restored,
-        rerun=back.rerun,
-        ends={PERFORMERS[outcome.action].ends for outcome in outcomes} - {""},
-        state_replaced=back.restored is not None or wrote,
-    )
+    return tuple(outcomes), back
 
 
 def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
-    performer = PERFORMERS[name]
     try:
-        done = performer.perform(context, action)
+        done = PERFORMERS[name](context, action)
     except StateLostError:
         raise
     except NotDoneError as reason:
         return Outcome(name, "skipped", str(reason)), None
     except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if performer.writes_parts:
+    if name in WRITES_PARTS:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
@@ -415,21 +364,24 @@ def _call(context: ActionContext, p: Parameters) -> Done:
     return Done("" if result is None else str(result))
 
 
-PERFORMERS: dict[str, Performer] = {
-    "skip": Performer(lambda context, p: Done("the step was skipped; the state did not change")),
-    "rollback": Performer(_roll_back),
-    "lower_lr": Performer(_lower_lr),
-    "clip": Performer(_clip),
-    "fix_loss_scale": Performer(_fix_loss_scale),
-    "repair": Performer(_repair, writes_parts=True),
-    "reset_batchnorm": Performer(_reset_batchnorm, writes_parts=True),
-    "recalibrate_batchnorm": Performer(_recalibrate_batchnorm, writes_parts=True),
-    "reset_slots": Performer(_reset_slots, writes_parts=True),
-    "warn": Performer(lambda context, p: Done(str(p.get("message", "")))),
-    "stop": Performer(lambda context, p: _ended(context, p, "training stops"), ends="stop"),
-    "raise_error": Performer(
-        lambda context, p: _ended(context, p, "NonFiniteError is raised"), ends="raise"
-    ),
-    "call": Performer(_call),
+PERFORMERS: dict[str, Callable[[ActionContext, Parameters], Done]] = {
+    "skip": lambda context, p: Done("the step was skipped; the state did not change"),
+    "rollback": _roll_back,
+    "lower_lr": _lower_lr,
+    "clip": _clip,
+    "fix_loss_scale": _fix_loss_scale,
+    "repair": _repair,
+    "reset_batchnorm": _reset_batchnorm,
+    "recalibrate_batchnorm": _recalibrate_batchnorm,
+    "reset_slots": _reset_slots,
+    "warn": lambda context, p: Done(str(p.get("message", ""))),
+    "stop": partial(_ended, how="training stops"),
+    "raise_error": partial(_ended, how="NonFiniteError is raised"),
+    "call": _call,
 }
-"""Each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables."""
+"""Performs each action of `keras_nanguard.actions.ACTIONS`; a test compares both tables. Each
+function returns what was done, or raises `NotDoneError`.
+"""
+
+WRITES_PARTS = frozenset({"repair", "reset_batchnorm", "recalibrate_batchnorm", "reset_slots"})
+"""The actions that write some weights, statistics or slots: not a whole snapshot."""

@@ -283,11 +283,11 @@ class Session:
             return False
         if not run.refuses:
             return incidents.observed(verdict, report)
-        handled = incidents.committed_bad_state(verdict)
-        if handled is None:
+        replays = incidents.committed_bad_state(verdict)
+        if replays is None:
             self._count_committed(verdict)
         run.access.transaction.resume()
-        return handled is not None and handled.replays
+        return bool(replays)
 
     def _count_committed(self, verdict: Verdict) -> None:
         """Count a committed step. This runs in every step."""

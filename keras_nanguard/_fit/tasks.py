@@ -62,8 +62,8 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings and self.incidents.handle(incident_of(run, findings)).replays:
-            return None
+        if findings and self.incidents.handle(incident_of(run, findings))[1]:
+            return None  # the last steps run again
         return self.monitors.next_look(run.step)
 
     def look_for_divergence(self) -> float | None:
