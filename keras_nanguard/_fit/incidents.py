@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +48,6 @@ def incident_of(
     step = max(run.step - 1, 0) if step is None else step
     own = {"refused": False, "committed": run.counts.committed}
     return Incident(step, *run.counts.place(step), tuple(findings), **{**own, **about})
-
-
-def _continued(outcomes: tuple[Outcome, ...], words: str) -> tuple[Outcome, ...]:
-    """Return outcomes, the main one of which says where optimizers continue, if any does."""
-    main = next((o for o in outcomes if o.action in ("rollback", "skip")), None)
-    if not words or main is None:
-        return outcomes
-    told = replace(main, detail=f"{main.detail}; {words}")
-    return tuple(told if o is main else o for o in outcomes)
 
 
 class Incidents:
@@ -317,7 +307,7 @@ class Incidents:
         if back.restored is not None:
             self.replays.go_back(back.restored, back.rerun)
         if back.rerun is None:
-            outcomes = _continued(outcomes, self._poles.pass_over_found(poles))
+            self._poles.pass_over_found(poles)
             run.plan_changes()
             run.save_changes()
         elif self.replays.rollbacks == 1:
@@ -342,8 +332,6 @@ class Incidents:
         waiting, self._waiting = self._waiting, []
         if completed:
             self._run.save_changes()
-        if completed and self._unusable:
-            words = self._poles.pass_over_found(self._unusable)
-            waiting[0] = waiting[0].with_(outcomes=_continued(waiting[0].outcomes, words))
+            self._poles.pass_over_found(self._unusable)
         for incident in waiting:
             self._announce(incident)

@@ -46,17 +46,10 @@ class Poles:
                 self._known.setdefault(id(optimizer), set()).add(iteration)
         return unusable
 
-    def pass_over_found(self, poles: Unusable) -> str:
-        """Pass over the poles of an incident; return which optimizer continues where."""
-        run = self._run
-        if not poles or run.stopped or not run.refuses:
-            return ""
-        last = {key: iteration for key, (iteration, _) in poles.items()}
-        self.pass_over(last)  # if the replay has not
-        optimizers = [o for o in run.train_state().optimizers if id(o) in poles]
-        after = [(o, scheduled_iteration(o)) for o in optimizers]
-        past = [(o, n) for o, n in after if n is not None and n > last[id(o)]]
-        return ", ".join(f"{optimizer.name} continues at iteration {n}" for optimizer, n in past)
+    def pass_over_found(self, poles: Unusable) -> None:
+        """Pass over the poles of an incident, unless the replay has."""
+        if poles and self._run.refuses and not self._run.stopped:
+            self.pass_over({key: iteration for key, (iteration, _) in poles.items()})
 
     def pass_over(self, beyond: Mapping[int, int] | None = None) -> None:
         """Move the iteration counters of optimizers past the poles that are known.
