@@ -12,6 +12,7 @@ from keras_nanguard._backends.current import attachment
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain
+from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.callbacks import (
     OWN,
     REFUSED,
@@ -23,7 +24,6 @@ from keras_nanguard._fit.callbacks import (
     hide_from_progress_bar,
     numbers,
 )
-from keras_nanguard._fit.lagging import Lagging
 from keras_nanguard._fit.log import Reporter
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session

@@ -16,13 +16,12 @@ from keras_nanguard._core.incident import (
 )
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
-from keras_nanguard._fit.action_context import ActionContext, LowerRateRestart
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
-from keras_nanguard._fit.rollback import ReplayQueue
+from keras_nanguard._fit.rollback import ActionContext, LowerRateRestart, ReplayQueue
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     layers as keras_layers,

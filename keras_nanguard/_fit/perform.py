@@ -15,11 +15,15 @@ from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._fit.action_context import ActionContext
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
-from keras_nanguard._fit.choose_snapshot import before_onset, last_good
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import plan_replay, restore
+from keras_nanguard._fit.rollback import (
+    ActionContext,
+    before_onset,
+    last_good,
+    plan_replay,
+    restore,
+)
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun

@@ -41,8 +41,8 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._fit.action_context import LowerRateRestart
 from keras_nanguard._fit.incidents import incident_of
+from keras_nanguard._fit.rollback import LowerRateRestart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of

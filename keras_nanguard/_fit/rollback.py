@@ -1,4 +1,4 @@
-"""Restores a snapshot, and replays the steps that this has undone.
+"""Chooses and restores a snapshot, and replays the steps that this has undone.
 
 If the batch of a step is remembered, the step can run again from a snapshot with the same compiled
 function, batch and seeds. It gives the same numbers unless something was changed in between, such
@@ -10,21 +10,130 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from keras_nanguard._backends import current
-from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._fit.action_context import ActionContext
-from keras_nanguard._fit.choose_snapshot import known_since
+from keras_nanguard._backends import current, processes
+from keras_nanguard._core.history import WINDOW, level_of
+from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
+from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import PolicyState
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
+
+
+class LowerRateRestart(NamedTuple):
+    """From where, and with which share of the learning rate, a diverged run trains better: the step
+    of the snapshot, and the factor of the rate.
+    """
+
+    step: int
+    rate_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActionContext:
+    """What the actions of one decision have in common.
+
+    Attributes:
+        replays: number of rollbacks since the first of the running replays began; 0 outside.
+        restart: the change that helps a run that is proven to have diverged, `None` for another
+            incident.
+        written_outside: whether other code has written the bad state after the last step.
+        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
+            unless an action lowers it.
+        has_restored: whether an earlier action of the decision has restored a snapshot.
+    """
+
+    run: Run
+    incident: Incident
+    report: Report | None
+    replays: int
+    restart: LowerRateRestart | None = None
+    written_outside: bool = False
+    rates_before: Mapping[int, float] = field(default_factory=dict)
+    has_restored: bool = False
+
+
+# Choosing a snapshot
+
+
+def before_onset(context: ActionContext) -> Snapshot | None:
+    """Return the newest snapshot from before the onset, or an older one if the last restored one
+    brought no progress; see `Ring.before_onset`. Of a proven divergence it is that of the proof.
+    """
+    run, incident, restored = context.run, context.incident, context.run.counts.restored
+    if context.restart is not None:
+        onset = context.restart.step
+    else:
+        onset = incident.step if incident.onset is None else int(incident.onset)
+        if restored is not None and not _improved(run, restored):
+            onset = min(onset, max(restored - 1, 0))
+    first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
+
+    def can_replay(snapshot: Snapshot) -> bool:
+        return known_since(run, snapshot, incident.step) is not None
+
+    return run.ring.before_onset(onset, first, can_replay)
+
+
+def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
+    """Return whether the current state is the last good one, and if not, the snapshot to end the
+    run with.
+
+    After a divergence it is, of those from before the onset, the one with the lowest loss on the
+    last batches; the current state is good if its loss is not clearly higher. If that cannot be
+    tested, the snapshot is the one that a rollback would restore.
+    """
+    run, incident = context.run, context.incident
+    untouched = incident.refused and "state" not in incident.sites
+    if not incident.diverged:
+        return (True, None) if untouched else (False, run.ring.newest())
+    wanted = before_onset(context)
+    unknown: tuple[bool, Snapshot | None] = (False, wanted)
+    batches = run.recent.last(WINDOW) if processes.count() == 1 else []
+    if not untouched or wanted is None or not batches:
+        return unknown
+    earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.is_whole()]
+
+    def compared(trying: Trial) -> tuple[bool, Snapshot | None]:
+        settings = trying.settings(trying.trained(trying.present, batches))
+        present = trying.losses(trying.present, batches)
+        losses = {s: trying.losses(trying.state_of(s, settings), batches) for s in earlier}
+        best = min(reversed(earlier), key=lambda s: fmean(losses[s]))
+        if clearly_lower(losses[best], present):
+            return False, best
+        return math.inf not in present, wanted
+
+    return tried(run, compared, unknown)
+
+
+def known_since(run: Run, snapshot: Snapshot, step: int) -> Rerun | None:
+    """Return the steps from a snapshot to a step; `None` if not all of their batches are available,
+    or if the steps change something that snapshots do not have.
+    """
+    return run.recent.rerun(snapshot, step) if run.can_replay else None
+
+
+def _improved(run: Run, restored: int) -> bool:
+    """Whether the loss after the last rollback, to step `restored`, was lower than ever before."""
+    before = [loss for step, loss in run.history.series if step < restored]
+    before += [m.loss for m in run.history.first(run.step)]
+    since = [loss for step, loss in run.history.series if step >= restored]
+    level = level_of([(0, loss) for loss in sorted(since)[:WINDOW]])
+    return level is not None and level.value < min(before, default=math.inf)
+
+
+# Restoring it
 
 
 def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:

@@ -18,13 +18,12 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.due import Due
 from keras_nanguard._fit.log import RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.state_check import StateCheck
-from keras_nanguard._fit.steps import Counts, RecentBatches
+from keras_nanguard._fit.steps import Counts, Due, RecentBatches
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy

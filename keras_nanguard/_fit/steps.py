@@ -1,4 +1,5 @@
-"""The steps of one fit: their counts, and the batches of the last ones, to run these steps again.
+"""The steps of one fit: their counts, the batches of the last ones, to run these steps again, and
+when the tasks between two steps are due.
 
 The batches are references that are released as new ones arrive. Remembering one costs an append and
 a check of the shapes of its arrays, because batches may differ in size. All of them together never
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._fit.snapshots import Snapshot
@@ -341,3 +342,31 @@ def _is_small(value: Any) -> bool:
         return len(value) <= MOST_PARTS
     except Exception:  # noqa: BLE001  data without an end, a custom object
         return False
+
+
+# Tasks between two steps
+
+
+Task = Literal["changes", "rate", "checks", "divergence", "verify_snapshots", "snapshot"]
+"""The tasks between two steps, in their order; `tasks.TASKS` has the function of each."""
+
+
+class Due:
+    """The step at which each task is due.
+
+    Attributes:
+        next: the earliest of these, infinity if none is due.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[Task, float] = {}
+        self.next = math.inf
+
+    def plan(self, task: Task, step: float) -> None:
+        """Set the step at which a task is due, infinity for never."""
+        self._steps[task] = step
+        self.next = min(self._steps.values())
+
+    def step_of(self, task: Task) -> float:
+        """Return the step at which a task is due."""
+        return self._steps.get(task, math.inf)

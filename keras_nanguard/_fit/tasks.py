@@ -10,13 +10,13 @@ from math import inf
 from keras_nanguard._backends import current, processes
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._fit.divergence import Divergence
-from keras_nanguard._fit.due import Task
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.monitors import Monitors
-from keras_nanguard._fit.overflow import needs_low_scale
+from keras_nanguard._fit.refusals import needs_low_scale
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import UNKNOWN, Snapshot, size_of
 from keras_nanguard._fit.state_check import bad_scales
+from keras_nanguard._fit.steps import Task
 from keras_nanguard._policy.actions import ACTIONS
 
 

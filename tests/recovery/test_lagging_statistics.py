@@ -88,7 +88,7 @@ def test_an_error_of_the_check_never_ends_training(monkeypatch):
         raise AttributeError("no such attribute")
 
     for name in ("learning", "_measured", "_diagnosis"):
-        monkeypatch.setattr(f"keras_nanguard._fit.lagging.{name}", fails)
+        monkeypatch.setattr(f"keras_nanguard._fit.batchnorm.{name}", fails)
         guard, history = fit(network())
         assert guard.incidents == [] and len(history["loss"]) == 2
         monkeypatch.undo()
