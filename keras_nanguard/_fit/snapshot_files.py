@@ -22,7 +22,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -149,7 +149,7 @@ def read(path: Path) -> SnapshotRecord:
     return record
 
 
-class SnapshotFile(Mapping[int, Array]):
+class SnapshotFile:
     """The files of a snapshot, with the values in `state.npz` by `id` of the variable. Each is read
     when it is needed.
 
@@ -176,13 +176,7 @@ class SnapshotFile(Mapping[int, Array]):
         return atomic_files.typed(self._array(f"v{number}"), self.record.variables[number][1])
 
     def __contains__(self, key: object) -> bool:
-        return key in self._numbers  # that of `Mapping` reads the array
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
+        return key in self._numbers
 
     def metrics(self) -> list[Array]:
         """Return the values of the metrics."""

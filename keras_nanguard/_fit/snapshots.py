@@ -65,7 +65,7 @@ class Snapshot:
     position: tuple[int, int]
     verified: bool = False
     level: Level = UNKNOWN
-    arrays: Mapping[int, Array] = field(default_factory=dict)
+    arrays: Mapping[int, Array] | SnapshotFile = field(default_factory=dict)
     file: SnapshotFile | None = None
     generator: Array | None = None
     unlisted: Sequence[Callable[[], Any]] = ()
@@ -84,8 +84,8 @@ class Snapshot:
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
         try:
-            return self.arrays.get(id(variable))
-        except FileFormatError:
+            return self.arrays[id(variable)]
+        except (KeyError, FileFormatError):
             return None
 
     def write(self, variables: Iterable[Any], changed: Sequence[tuple[Any, Any]] = ()) -> None:
@@ -196,8 +196,12 @@ class Ring:
         """
         metrics = state.metrics if about.step else ()  # they are reset before the first step
         known = {id(v): keras_variables.read(v) for v in metrics}
-        file = self._written(about, state)
-        arrays: Mapping[int, Array] | None = file
+        file = None
+        if self._folder is not None:
+            epoch, batch = about.position
+            place = {"step": about.step, "epoch": epoch, "batch": batch}
+            file = self._folder.write(state, **place, verified=about.verified)
+        arrays: Mapping[int, Array] | SnapshotFile | None = file
         if views is not None and (file is None or not about.step):
             self._make_room(self._in_memory(), about.level, short)
             copied = np.array if about.step else compact
@@ -205,14 +209,6 @@ class Ring:
         if arrays is None:
             return None
         return replace(about, arrays=arrays, file=file, metrics=known)
-
-    def _written(self, about: Snapshot, state: TrainState) -> SnapshotFile | None:
-        """Write a snapshot to the folder, if there is one; return its files."""
-        if self._folder is None:
-            return None
-        epoch, batch = about.position
-        place = {"step": about.step, "epoch": epoch, "batch": batch}
-        return self._folder.write(state, **place, verified=about.verified)
 
     def _prune(self, folder: SnapshotFolder) -> None:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
