@@ -246,7 +246,7 @@ def _guard(directory: str | None) -> NanGuard:
 
 def flush(recorder: Recorder) -> None:
     """Have everything so far written to the file of a recording."""
-    writer = recorder._output.writer
+    writer = recorder._writer
     for _ in range(2 if writer is not None else 0):  # what is being written now, then the rest
         recorder._work(time.time())
         while not writer.ready and not writer.problem:

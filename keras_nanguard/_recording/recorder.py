@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import gradient_norm
 from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
@@ -32,6 +33,7 @@ from keras_nanguard._recording.database import (
     insert,
     rows_of,
 )
+from keras_nanguard._recording.reading import writer_of
 from keras_nanguard._recording.recording import (
     COUNTED,
     BadSample,
@@ -40,7 +42,7 @@ from keras_nanguard._recording.recording import (
     from_rows,
     read,
 )
-from keras_nanguard._recording.writer import Output, has_contents
+from keras_nanguard._recording.writer import Writer, has_contents, unwritten
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -128,8 +130,11 @@ class Recorder:
         self.samples: dict[tuple[str, str], BadSample] = {}
         self._fit, self._running = _Fit(), False
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
-        self._rates, self._output = Rates(), Output()
-        self._lock = threading.RLock()  # also for the rates and the output
+        self._rates = Rates()
+        self._writer: Writer | None = None  # of the open file
+        self._owners = set[str]()  # it has written or continued a file of each of these runs
+        self._problem = self._told = ""
+        self._lock = threading.RLock()  # also for the rates and the file
         self.note(format=FORMAT, status="running")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +142,8 @@ class Recorder:
         with self._lock:
             self._fold()
             rows = rows_of(self._memory.connection)
-            return {**vars(self), "_lock": None, "_now": None, "_memory": rows}
+            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
+            return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"_lock": threading.RLock(), "_now": time.time, "_memory": Memory(state["_memory"])}
@@ -158,7 +164,14 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001  training does not need the recording
-            self._output.fail(error)
+            self._fail(error)
+
+    def _fail(self, reason: object) -> None:
+        """Write nothing any more."""
+        if self._writer is None:
+            self._problem = unwritten(reason)
+        else:
+            self._writer.fail(reason)
 
     # Steps
 
@@ -253,13 +266,19 @@ class Recorder:
 
     def _open(self, path: Path) -> None:
         """Begin to write to a file, after what an earlier process has recorded there, if nothing is
-        recorded yet.
+        recorded yet. It must not belong to another run.
         """
         with self._without_error():
-            continued = not self._memory.end and has_contents(path)
-            if continued:
+            there, (problem, self._problem) = has_contents(path), (self._problem, "")
+            if there and not self._memory.end:
                 self._continue(path)
-            self._output.open(path, self._memory, continued, self.end_with_process)
+                self._owners.add(writer_of(path))
+            elif there and writer_of(path) not in self._owners:
+                raise GuardError(f"{path} is in use by another run; use one directory per run")
+            if problem or not there:
+                self._memory.rewrite()
+            self._writer = Writer(path, self.end_with_process)
+            self._owners.add(self._writer.name)
 
     def _continue(self, path: Path) -> None:
         """Continue what an earlier process has recorded in a file, with the facts about this one.
@@ -310,7 +329,9 @@ class Recorder:
             self.note(status=status)
             self.event("end", step, epoch, data={"status": status})
             self._write()
-        self._output.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._problem, self._writer = self._writer.problem, None
 
     def end_with_process(self) -> None:
         """End the steps without a fit when the process exits: failed if by an exception."""
@@ -320,7 +341,11 @@ class Recorder:
 
     def problem(self) -> str:
         """Return once which file is not written, and why; `""` if all files are written."""
-        return self._output.problem()
+        found = self._problem if self._writer is None else self._writer.problem
+        if found == self._told:
+            return ""
+        self._told = found or self._told
+        return found
 
     # Results
 
@@ -369,7 +394,7 @@ class Recorder:
         Args:
             always: whether to write also if the file still writes the last changes.
         """
-        writer = self._output.writer
+        writer = self._writer
         if writer is not None and (always or writer.ready):
             self.note(written=self._now(), **self._counts)
             writer.put(self._memory.unwritten())

@@ -11,19 +11,17 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.database import (
     NAME,
-    Memory,
     Statement,
     as_json,
     make,
     transaction,
     upgrade,
 )
-from keras_nanguard._recording.reading import check_header, writer_of
+from keras_nanguard._recording.reading import check_header
 
 WAIT = 30.0
 """Maximum time that the end of a run waits for the disk, in seconds."""
@@ -195,65 +193,6 @@ class Writer:
             self._idle.set()
         if file is not None:
             file.close()
-
-
-class Output:
-    """The files that one recorder writes, one in each fit.
-
-    Attributes:
-        writer: the thread that writes; `None` if no file is open.
-    """
-
-    def __init__(self) -> None:
-        self.writer: Writer | None = None
-        self._owners = set[str]()  # it has written or continued a file of each of these runs
-        self._problem = self._told = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle, whose file is not open."""
-        return {**vars(self), "writer": None}
-
-    def open(self, path: Path, memory: Memory, continued: bool, end: Callable[[], None]) -> None:
-        """Begin to write the changes of a recording to a file.
-
-        Args:
-            continued: whether the recording begins with what the file has.
-            end: see `Writer`.
-
-        Raises:
-            GuardError: if the file belongs to another run, is not a recording, or cannot be read.
-        """
-        problem, self._problem = self._problem, ""
-        there = has_contents(path)
-        if continued:
-            self._owners.add(writer_of(path))
-        elif there and writer_of(path) not in self._owners:
-            raise GuardError(f"{path} is in use by another run; use one directory per run")
-        if problem or not there:
-            memory.rewrite()
-        self.writer = Writer(path, end)
-        self._owners.add(self.writer.name)
-
-    def fail(self, reason: object) -> None:
-        """Write nothing any more."""
-        if self.writer is None:
-            self._problem = unwritten(reason)
-        else:
-            self.writer.fail(reason)
-
-    def close(self) -> None:
-        """Write the remaining data, and close the file, if one is open."""
-        if self.writer is not None:
-            self.writer.close()
-            self._problem, self.writer = self.writer.problem, None
-
-    def problem(self) -> str:
-        """Return once which file is not written, and why; `""` if all files are written."""
-        found = self._problem if self.writer is None else self.writer.problem
-        if found == self._told:
-            return ""
-        self._told = found or self._told
-        return found
 
 
 def has_contents(path: Path) -> bool:

@@ -221,13 +221,13 @@ def test_a_later_write_error_is_reported_once(tmp_path, capsys, when):
     class Breaks(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if when == "epoch" and epoch == 1:
-                guard._log.recorder._output.writer.problem = "recording.sqlite is not written: disk full"
+                guard._log.recorder._writer.problem = "recording.sqlite is not written: disk full"
             if when == "epoch" and epoch == 2:
                 assert "recording.sqlite is not written: disk full" in capsys.readouterr().out
 
         def on_epoch_end(self, epoch, logs=None):  # after the guard
             if when == "end" and epoch == 3:
-                guard._log.recorder._output.writer.problem = "recording.sqlite is not written: disk full"
+                guard._log.recorder._writer.problem = "recording.sqlite is not written: disk full"
 
     zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=4, callbacks=[Breaks()])
     assert capsys.readouterr().out.count("disk full") == (when == "end")

@@ -144,7 +144,7 @@ def begun(folder, steps=0, **how):
 
 def flushed(recorder):
     """Have everything so far written to the file, for a limited time; return whether it is there."""
-    writer, end = recorder._output.writer, time.monotonic() + writing.WAIT
+    writer, end = recorder._writer, time.monotonic() + writing.WAIT
     if writer is None:
         return False
     for _ in range(2):  # what is being written now, then the rest
