@@ -47,10 +47,9 @@ class Reporter:
     def incident(self, incident: Incident, samples: Sequence[BadSample]) -> None:
         """Print the line of an incident, if it has one."""
         self._of_run.append(incident)
-        context = console.Context(samples, self._details)
-        self.attempt("print a line", lambda: self.line(self._line_of(incident, context)))
+        self.attempt("print a line", lambda: self.line(self._line_of(incident, samples)))
 
-    def _line_of(self, incident: Incident, context: console.Context) -> str:
+    def _line_of(self, incident: Incident, samples: Sequence[BadSample]) -> str:
         """Count an incident; return its line, `""` if it is only counted."""
         kind = (*console.kind_of(incident), incident.changes)
         self._seen[kind] += 1
@@ -62,7 +61,8 @@ class Reporter:
         is_round = count >= 10 and str(count).strip("0") == "1"
         if not (new or is_round):
             return ""
-        return console.printable(console.brief_line(incident, context, 0 if new else count))
+        repeats = 0 if new else count
+        return console.printable(console.brief_line(incident, samples, self._details, repeats))
 
     def epoch(
         self, counts: Counts, epoch: int, unmeasured: Collection[str], committed_before: bool

@@ -53,21 +53,17 @@ NOT_DONE = {"rollback": "no rollback"}
 """The words for an action that was not done."""
 
 
-class Context(NamedTuple):
-    """Contents of the line of an incident besides the incident.
+def brief_line(
+    incident: Incident, samples: Sequence[BadSample], details: str, repeats: int = 0
+) -> str:
+    """Return the line of an incident.
 
-    Attributes:
+    Args:
         details: how to see all details; omitted if the line would become too long.
+        repeats: a number that the line mentions if it is not 0.
     """
-
-    samples: Sequence[BadSample] = ()
-    details: str = ""
-
-
-def brief_line(incident: Incident, context: Context, repeats: int = 0) -> str:
-    """Return the line of an incident. It mentions the number of `repeats` if that is not 0."""
     diagnosis, changes = incident.diagnosis, _changes(incident)
-    text = f"NanGuard: {_head(incident)}: {_reason(incident, context.samples)}{changes}."
+    text = f"NanGuard: {_head(incident)}: {_reason(incident, samples)}{changes}."
     advice = ""
     if diagnosis is not None:
         words = CAUSE_WORDS[diagnosis.cause].get("brief", "")
@@ -77,7 +73,7 @@ def brief_line(incident: Incident, context: Context, repeats: int = 0) -> str:
         if needs_user(incident) and diagnosis.advice:
             advice = diagnosis.advice[0]
     nth = f"{repeats}th incident of this kind." if repeats else ""
-    for more in (nth, advice, context.details and f"Details: {context.details}"):
+    for more in (nth, advice, details and f"Details: {details}"):
         if more and len(text) + 1 + len(more) <= WIDTH:
             text = f"{text} {more}"
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 4]} ..."

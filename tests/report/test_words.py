@@ -10,7 +10,7 @@ from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.literals import CAUSES
 from keras_nanguard._fit.log import Reporter
 from keras_nanguard._recording.recording import BadSample
-from keras_nanguard._report.console import Context, brief_line
+from keras_nanguard._report.console import brief_line
 
 WARN = Decision("tell", ({"action": "warn"},), "tell: 1 in a row.")
 DIAGNOSIS = Diagnosis("input_nonfinite", "inputs/age", (12,), ("Seen one.", "Seen two."), ("Clean it.",), 0.95)
@@ -129,7 +129,7 @@ LONG = "functional_12/residual_block_3/batch_normalization_17/moving_variance"
 )
 def test_brief_line(given, samples, line):
     """The line of a run starts with action and reason, and has at most 120 characters."""
-    assert brief_line(given, Context(samples, DETAILS)) == f"NanGuard: {line}"
+    assert brief_line(given, samples, DETAILS) == f"NanGuard: {line}"
     assert len(line) <= 110
 
 
@@ -140,7 +140,7 @@ def test_brief_lines_of_all_causes_fit(cause):
     found = (Finding("weights", path=LONG * 3, nan=3, inf=1, size=9),)
     for samples in ([], [replace(ROW, label="name " * 40)]):
         for given in (incident(diagnosis=long, outcomes=outcomes), incident(findings=found)):
-            line = brief_line(given, Context(samples, "keras-nanguard report " + "folder/" * 20))
+            line = brief_line(given, samples, "keras-nanguard report " + "folder/" * 20)
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
