@@ -153,11 +153,11 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def verbose(self) -> int:
         """How much is printed: 0, 1 or 2."""
-        return self._log.reporter.verbose
+        return self._log.verbose
 
     @verbose.setter
     def verbose(self, verbose: int) -> None:
-        self._log.reporter.verbose = arguments.verbosity(verbose)
+        self._log.verbose = arguments.verbosity(verbose)
 
     # Installing and uninstalling
 
@@ -202,8 +202,8 @@ class NanGuard(keras.callbacks.Callback):
             other.detach()
         self.session = self._session(model)
         shown = (self.logs, self.diagnose)
-        self._attached = Attached(self.session, self._log.reporter, *shown, self._detach)
-        self._log.reporter.begin(self.session.run.directory)
+        self._attached = Attached(self.session, self._log, *shown, self._detach)
+        self._log.begin(self.session.run.directory)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         """Return the host side of the steps of a model, which continues that of its last fit.
@@ -215,7 +215,7 @@ class NanGuard(keras.callbacks.Callback):
         from keras_nanguard._diagnose.explainer import Explainer
 
         log = self._log
-        own = (self.functions, self.directory, log.reporter.line)
+        own = (self.functions, self.directory, log.line)
         run = Run(model, self.policy, log.recorder, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, log.announce, explain, log.bad_rows)
@@ -260,7 +260,7 @@ class NanGuard(keras.callbacks.Callback):
             paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
         name = str(getattr(model, "name", "")) or type(model).__name__
         for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
-            self._log.reporter.once(f"NanGuard: {line}")
+            self._log.once(f"NanGuard: {line}")
 
     # Resuming: the state is chosen after all callbacks have restored theirs
 
@@ -298,7 +298,7 @@ class NanGuard(keras.callbacks.Callback):
                 self._attached.warn_unless_begun()
                 self.session.check_end()
                 self.session.finish()
-                self._log.reporter.end(self.session.run.counts)
+                self._log.end(self.session.run.counts)
         finally:
             self._detach()
 
@@ -375,11 +375,11 @@ class NanGuard(keras.callbacks.Callback):
             )
         model, optimizers = loop.guardable(model, optimizers)
         self.session = self._session(model, optimizers)
-        self._log.reporter.begin(self.session.run.directory)
+        self._log.begin(self.session.run.directory)
         self._print_policy_warnings()
         resumed, self._watching = self._resumed_from(), True
         try:
-            with loop.watching(self.session, self._log.reporter, resumed):
+            with loop.watching(self.session, self._log, resumed):
                 yield
         finally:
             self._watching = False

@@ -24,7 +24,7 @@ from keras_nanguard._fit.callbacks import (
     hide_from_progress_bar,
     numbers,
 )
-from keras_nanguard._fit.log import Reporter
+from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
@@ -47,12 +47,12 @@ class Attached:
     def __init__(
         self,
         session: Session,
-        reporter: Reporter,
+        log: GuardLog,
         logs: bool,
         diagnose: bool,
         cut_short: Callable[[], None],
     ):
-        self.session, self._reporter = session, reporter
+        self.session, self._log = session, log
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
         session.run.attach(self._attachment)
@@ -173,8 +173,8 @@ class Attached:
             counted = (REFUSED, f"{OWN}rollbacks")  # Keras has made them floats
             logs |= {key: int(logs[key]) for key in counted if key in logs}
         seen = session.logs
-        self._reporter.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
-        self._reporter.line(session.bad_rows.line())
+        self._log.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
+        self._log.line(session.bad_rows.line())
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
@@ -196,7 +196,7 @@ class Attached:
     def warn_unless_begun(self) -> None:
         """Warn if the steps of a hand-written loop were not guarded."""
         if self.fit.by_hand and not self.session.run.began:
-            self._reporter.once(
+            self._log.once(
                 "NanGuard: no step was guarded: this loop uses neither fit nor train_on_batch. "
                 "Use guard.watch(model) and guard.step(train_step)."
             )

@@ -24,16 +24,23 @@ from keras_nanguard._recording.recording import BadSample, EventKind
 from keras_nanguard._report import closing_table, console
 
 
-class Reporter:
-    """Prints the lines of one guard.
+class GuardLog:
+    """The incidents, the recording, the bad rows and the printed lines of one guard.
 
     Args:
         verbose: 0 prints nothing; 1 the first incident of each kind, then the 10th, the 100th, ...,
             and each that changes the model, the optimizer or the training; 2 every incident.
+        sample_ids: names of the rows, as for `NanGuard`.
+
+    Attributes:
+        incidents: the incidents in order of time.
     """
 
-    def __init__(self, verbose: int):
+    def __init__(self, verbose: int, sample_ids: Any):
         self.verbose = verbose
+        self.incidents: list[Incident] = []
+        self.recorder = Recorder()
+        self.bad_rows = BadRows(self.recorder, sample_ids)
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._most_refused = 0
         self._printed: set[str] = set()
@@ -44,10 +51,22 @@ class Reporter:
         """Begin a run, with its directory if it has one."""
         self._of_run, self._details = [], _details(directory)
 
-    def incident(self, incident: Incident, samples: Sequence[BadSample]) -> None:
-        """Print the line of an incident, if it has one."""
+    def announce(self, incident: Incident) -> None:
+        """Record an incident, and print its line, if it has one."""
+        if incident.bundle is not None:  # a new one can have taken the place of the oldest
+            for place, earlier in enumerate(self.incidents):
+                if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
+                    self.incidents[place] = earlier.with_(bundle=None)
+        self.incidents.append(incident)
         self._of_run.append(incident)
+        self.attempt("record an incident", lambda: self._record(incident))
+        step = incident.step + self.recorder.base
+        samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
         self.attempt("print a line", lambda: self.line(self._line_of(incident, samples)))
+
+    def _record(self, incident: Incident) -> None:
+        text, data = str(incident), incident.to_dict()
+        self.recorder.event("incident", incident.step, incident.epoch, text, data)
 
     def _line_of(self, incident: Incident, samples: Sequence[BadSample]) -> str:
         """Count an incident; return its line, `""` if it is only counted."""
@@ -226,36 +245,3 @@ class RunRecording:
         text = text or f"The learning rate is {after:.3g} times the configured rate."
         data = {"factor_before": before, "factor": after, "by": "guard"}
         self.event("learning_rate", text, data)
-
-
-class GuardLog:
-    """The incidents, the recording and the bad rows of one guard.
-
-    Args:
-        verbose: how much is printed: 0, 1 or 2.
-        sample_ids: names of the rows, as for `NanGuard`.
-
-    Attributes:
-        incidents: the incidents in order of time.
-    """
-
-    def __init__(self, verbose: int, sample_ids: Any):
-        self.incidents: list[Incident] = []
-        self.reporter, self.recorder = Reporter(verbose), Recorder()
-        self.bad_rows = BadRows(self.recorder, sample_ids)
-
-    def announce(self, incident: Incident) -> None:
-        """Record and print an incident."""
-        if incident.bundle is not None:  # a new one can have taken the place of the oldest
-            for place, earlier in enumerate(self.incidents):
-                if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
-                    self.incidents[place] = earlier.with_(bundle=None)
-        self.incidents.append(incident)
-        self.reporter.attempt("record an incident", lambda: self._record(incident))
-        step = incident.step + self.recorder.base
-        samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
-        self.reporter.incident(incident, samples)
-
-    def _record(self, incident: Incident) -> None:
-        text, data = str(incident), incident.to_dict()
-        self.recorder.event("incident", incident.step, incident.epoch, text, data)

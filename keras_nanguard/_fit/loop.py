@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import loop_step
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
-from keras_nanguard._fit.log import Reporter
+from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -51,11 +51,11 @@ def _remedy(received: Any) -> str:
 
 
 @contextlib.contextmanager
-def watching(session: Session, reporter: Reporter, resumed: Resumed | None) -> Iterator[None]:
+def watching(session: Session, log: GuardLog, resumed: Resumed | None) -> Iterator[None]:
     """Return a context for a loop, which may resume, and ends with the table of its incidents."""
     session.start.begin(resumed)
     if resumed is not None:
-        reporter.line(resumed.sentence())
+        log.line(resumed.sentence())
     try:
         with loop_step().watching():
             yield
@@ -64,8 +64,8 @@ def watching(session: Session, reporter: Reporter, resumed: Resumed | None) -> I
         session.finish()
     finally:
         try:
-            reporter.line(session.bad_rows.line())
-            reporter.end(session.run.counts)
+            log.line(session.bad_rows.line())
+            log.end(session.run.counts)
         finally:
             session.end()
 

@@ -8,7 +8,7 @@ import pytest
 
 from keras_nanguard import Decision, Diagnosis, Finding, Incident, Outcome
 from keras_nanguard._core.literals import CAUSES
-from keras_nanguard._fit.log import Reporter
+from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report.console import brief_line
 
@@ -144,11 +144,11 @@ def test_brief_lines_of_all_causes_fit(cause):
             assert line.startswith("NanGuard: ") and len(line) <= 120
 
 
-class Printed(Reporter):
+class Printed(GuardLog):
     """Returns the lines that it prints."""
 
     def __init__(self):
-        super().__init__(verbose=1)
+        super().__init__(1, None)
         self.lines = []
         self.line = self.lines.append
 
@@ -159,7 +159,7 @@ class Printed(Reporter):
         return found
 
     def of(self, one):
-        self.incident(one, ())
+        self.announce(one)
         return self.printed()
 
     def of_epoch(self, epoch, refused, committed, unmeasured=()):
