@@ -33,9 +33,12 @@ def attributes_of(layers: Iterable[Any]) -> list[tuple[dict[str, Any], str, Any]
 
 
 def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    """Restore attributes in which a call has replaced a tensor, which is no write to a variable."""
+    """Restore attributes that had a tensor before a call or have one after it, if it has replaced
+    or deleted it: that is no write to a variable.
+    """
     for held, name, before in attributes:
-        if held.get(name) is not before and keras.ops.is_tensor(held.get(name)):
+        now = held.get(name)
+        if now is not before and any(map(keras.ops.is_tensor, (before, now))):
             held[name] = before
 
 

@@ -98,6 +98,41 @@ def test_a_tensor_in_an_attribute_is_given_back(step, diagnose):
     assert torch.equal(model.layers[1].mean, without.layers[1].mean) and torch.equal(model.layers[1].last, without.layers[1].last)
 
 
+class Clears(keras.layers.Layer):
+    """Computes a tensor in the first call; a batch with NaN clears or deletes it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.cached = how, None
+
+    def call(self, x):
+        if x.device.type == "meta":
+            return x
+        if self.cached is None:
+            self.cached = x.detach().mean(axis=0)
+        result = x - self.cached
+        if torch.isnan(x).any():
+            self.cached = None
+            if self.how == "deletes":
+                del self.cached
+        return result
+
+
+@pytest.mark.parametrize("how", ["clears", "deletes"])
+def test_a_tensor_that_a_refused_step_removes_is_given_back(how):
+    data, keep, ends = zoo.regression(), np.ones(len(zoo.regression().x), bool), []
+    keep[3 * zoo.BATCH : 4 * zoo.BATCH] = False
+    for x, y in ((np.where(keep[:, None], data.x, np.nan), data.y), (data.x[keep], data.y[keep])):
+        keras.utils.set_random_seed(0)
+        layer = Clears(how)
+        model = keras.Sequential([keras.Input(x.shape[1:]), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        guard = NanGuard(verbose=0)
+        model.fit(x, y, batch_size=zoo.BATCH, shuffle=False, verbose=0, callbacks=[guard])
+        ends.append([layer.cached.numpy(), *model.get_weights()])
+    zoo.assert_same(*ends)
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_stored_bad_result_is_not_blamed_on_later_steps(step):
     """A bad step has left NaN in a list; later steps are not blamed for it."""
