@@ -36,6 +36,18 @@ def test_commits_if_all_is_finite(ops, number, finite, halted):
 
 
 @pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
+def test_two_scales_are_valid_if_both_are(ops, number):
+    scales = [2.0, 2.0**-14, 0.0, -1.0, NAN, INF, -INF]
+    with np.errstate(all="ignore"):
+        for one, other in itertools.product(scales, repeat=2):
+            found = float(rules.common_scale(ops, number(one), number(other)))
+            if math.isfinite(one) and math.isfinite(other):
+                assert found == min(one, other)
+            else:
+                assert not math.isfinite(found)
+
+
+@pytest.mark.parametrize("ops, number", OPERATIONS.values(), ids=OPERATIONS)
 def test_a_bounded_sum_is_the_sum_up_to_its_bound(ops, number):
     """It cannot overflow, and is NaN if an entry is not finite."""
     for entries in ([1.5, -2.0], [1e30, 1e30], [-3e30], [3e38, 3e38], [-3e38, -3e38]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ class StepTrace:
         old: the flat state.
         index: the index of each variable in it, by `id`.
         sites: `"weights"` or `"slots"` for each index that has one.
-        scale: the smallest loss scale, 1 if there is none.
+        scale: the smallest loss scale, one that is not finite if there is any, 1 if there is none.
     """
 
     def __init__(self, transaction: TracedStep, state: Any, args: Sequence[Any], halt: Any):
@@ -137,10 +138,10 @@ class StepTrace:
         self.index = {id(v): i for i, v in enumerate(self.variables) if v is not None}
         self.sites = dict.fromkeys(self._indices(train_state.trainable), "weights")
         self.sites |= dict.fromkeys(self._indices(train_state.slots), "slots")
-        scales = self._indices(scale for scale, _ in train_state.scales)
-        self.scale = jnp.ones((), self.dtype)
-        if scales:
-            self.scale = jnp.min(jnp.stack([self.old[i] for i in scales])).astype(self.dtype)
+        indices = self._indices(scale for scale, _ in train_state.scales)
+        scales = [jnp.asarray(self.old[i]).astype(self.dtype) for i in indices]
+        common = partial(rules.common_scale, reductions.OPERATIONS)
+        self.scale = reduce(common, scales) if scales else jnp.ones((), self.dtype)
 
     def complete(self) -> Computed:
         """Run the transaction."""

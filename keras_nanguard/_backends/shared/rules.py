@@ -63,6 +63,11 @@ def scale_is_valid(ops: Operations, scale: Any) -> Any:
     return ops.isfinite(scale) & (scale > 0)
 
 
+def common_scale(ops: Operations, one: Any, other: Any) -> Any:
+    """Return the smaller of two loss scales, or the one that is not finite."""
+    return ops.where(ops.isfinite(one) & ops.isfinite(other), ops.minimum(one, other), one + other)
+
+
 def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any = False) -> Any:
     """Return whether a step may commit.
 

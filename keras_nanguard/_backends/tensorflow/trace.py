@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -87,7 +88,8 @@ class Measured:
         sums: `loss`, `gradients`, `statistics`, and, 0 if the updates are deferred, `weights` and
             `slots` of its `Verdict`: scalars of one dtype. Each is finite if all of its entries
             are, unless it overflows.
-        scale: the smallest loss scale, 1 if there is none; a scalar of the dtype of the sums.
+        scale: the smallest loss scale, one that is not finite if there is any, 1 if there is none;
+            a scalar of the dtype of the sums.
         losses: the summed losses.
         looked_at: `(site, path, tensor)` of everything that a report counts.
     """
@@ -241,8 +243,9 @@ class ReplicaTrace:
             reductions.total(written, kind),
             *(reductions.total((v.value for v in part), kind) for part in after),
         ]
-        scales = [scale for _, scale, _ in body.scales]
-        scale = tf.cast(tf.reduce_min(scales), kind) if scales else tf.ones((), kind)
+        scales = [tf.cast(scale, kind) for _, scale, _ in body.scales]
+        common = partial(rules.common_scale, reductions.OPERATIONS)
+        scale = reduce(common, scales) if scales else tf.ones((), kind)
         paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
         found = [("outputs", name, tensor) for name, tensor in seen.outputs]
         found += [("gradients", v.path, gradient) for gradient, v in pairs]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
+from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import StepContext
@@ -112,6 +114,7 @@ class Measurements:
     def verdict(self, squares: float) -> Verdict:
         """Return the verdict of this process; `squares` is half the sum of those of gradients."""
         loss = reductions.sum_of(self.loss_sums, self.losses)
+        common = partial(rules.common_scale, rules.NUMBERS)
         norms = {**self.norms, **(self.previous if self.has_bad_previous else {})}
         return Verdict(
             False,
@@ -120,7 +123,7 @@ class Measurements:
             statistics=norms["statistics"],
             weights=norms.get("weights", 0.0),
             slots=norms.get("slots", 0.0),
-            scale=min(self.scales, default=1.0),
+            scale=reduce(common, self.scales) if self.scales else 1.0,
         )
 
 

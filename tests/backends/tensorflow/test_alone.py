@@ -410,6 +410,10 @@ def test_two_loss_scales(way, bad):
         scales = [[float(o.dynamic_scale) for o in (one.optimizer, one.second)] for one in (plain, model)]
         assert scales[0] == scales[1]
     assert scales[0] == [16.0 if 0 in bad else 64.0, 4.0 if 1 in bad else 16.0]
+    model.second.dynamic_scale.assign(np.inf)  # beside a finite one
+    (verdict,) = run(transaction, batches(X, [3]), 1, way)[1]
+    assert verdict.refused and verdict.scale == np.inf
+    assert [float(o.dynamic_scale) for o in (model.optimizer, model.second)] == [scales[0][0], 16.0]
 
 
 @pytest.mark.parametrize("where", ["weights", "slots"])
