@@ -113,9 +113,9 @@ def counts(tensors: Sequence[Any]) -> Any:
 
 
 def _count(tensor: Any) -> Any:
-    nan = tf.math.count_nonzero(~_holds(lambda part: ~tf.math.is_nan(part), tensor))
-    bad = tf.math.count_nonzero(~_holds(tf.math.is_finite, tensor))
-    return tf.stack([nan, bad - nan, tf.size(tensor, tf.int64)])
+    tests = (lambda part: ~tf.math.is_nan(part), lambda part: ~tf.math.is_inf(part))
+    nan, inf = (tf.math.count_nonzero(~_holds(test, tensor)) for test in tests)
+    return tf.stack([nan, inf, tf.size(tensor, tf.int64)])
 
 
 def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:

@@ -33,6 +33,8 @@ from support.tensorflow_steps import (
 )
 
 from keras_nanguard import NanGuard
+from keras_nanguard._backends.tensorflow import reductions
+from keras_nanguard._core import finiteness
 
 WAYS = ("deferred", "kept", "compiled", "eager")
 """Updates after the verdict; updates with stored old values; compiled by XLA; no graph."""
@@ -180,6 +182,13 @@ def test_each_sum_alone(what, way):
     zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     told = {what, "weights", "slots"} if what == "gradients" and way in ("kept", "eager") else {what}
     assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
+
+
+def test_a_complex_entry_may_be_both_nan_and_infinite():
+    """It counts as both, as on the other backends."""
+    entries = np.array([complex(np.nan, np.inf), complex(0, np.nan), complex(-np.inf, 1), 1], "complex64")
+    found = reductions.counts([tf.constant(entries)]).numpy()
+    assert found.tolist() == [[2, 2, 4]] and finiteness.counts(entries) == (2, 2, 4)
 
 
 @pytest.mark.daily("True-deferred", "False-kept", "True-eager")
