@@ -34,11 +34,18 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
 
     transaction: step.Transaction
 
+    def __init__(self, model: Any, session: Session):
+        super().__init__(model, session)
+        self._held = contextlib.ExitStack()
+
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
-        super().attach(in_use)
-        RECORDED_WRITES.hold()
+        with contextlib.ExitStack() as held:
+            RECORDED_WRITES.hold()
+            held.callback(RECORDED_WRITES.release)
+            super().attach(in_use)
+            self._held = held.pop_all()
 
         def test_step(data: Any) -> Any:
             try:
@@ -54,8 +61,7 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
         self._overrides.set(self.model, "test_step", test_step)
 
     def detach(self) -> None:
-        if self.state == "attached":
-            RECORDED_WRITES.release()
+        self._held.close()
         super().detach()
 
     def _build(self) -> None:

@@ -13,6 +13,7 @@ from support import zoo
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from keras_nanguard import GuardError, NanGuard  # noqa: E402
+from keras_nanguard._keras.overrides import Overrides  # noqa: E402
 from keras_nanguard.testing import inject  # noqa: E402
 
 VARIABLE = keras.src.backend.Variable
@@ -153,6 +154,27 @@ def test_a_fit_that_cannot_begin_leaves_no_hook():
     with pytest.raises(GuardError, match="compile"):
         model.make_train_function()
     assert VARIABLE._direct_assign is before
+
+
+def test_an_attachment_that_fails_leaves_no_hook(monkeypatch):
+    """It can be detached, and the next fit runs as usual."""
+    before, real, guard = VARIABLE._direct_assign, Overrides.set, NanGuard(verbose=0)
+    data, model = zoo.regression(), keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    def fail(overrides, target, name, value):
+        if name == "make_train_function":
+            raise MemoryError
+        real(overrides, target, name, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Overrides, "set", fail)
+        with pytest.raises(MemoryError):
+            guard.set_model(model)
+    assert VARIABLE._direct_assign is before
+    guard.session.run.access.detach()
+    model.fit(*data.all, batch_size=zoo.BATCH, verbose=0, callbacks=[NanGuard(verbose=0)])
+    assert VARIABLE._direct_assign is before and "make_train_function" not in vars(model)
 
 
 class Late(keras.metrics.Metric):
