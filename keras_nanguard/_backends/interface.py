@@ -5,7 +5,7 @@ A backend is a package with these modules, each with what a class here or in `sh
 | module | content | declared by |
 |---|---|---|
 | `attach` | `ModelAttachment`, `LoopStep` | `Attachment`, `LoopStep` of `shared/attach.py` |
-| `step` | `Transaction` | `Transaction` of `shared/transaction.py` |
+| `step` | `Transaction` | `Transaction` |
 | `replay` | replay of a step, for a diagnosis | `Replay` |
 | `faults` | fault injection: `Hook` | `FaultHook` of `shared/faults.py` |
 | `host` | functions for the process as a whole | `Host` |
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any, Protocol
 
@@ -54,16 +54,13 @@ class Learned:
 
 class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two
-    executions; `shared.transaction` implements what all backends have in common.
+    executions. This class itself stands for the step of a run before it is created.
     """
 
     # Every backend has these.
 
     run: Run
-    """The facts of the run."""
-
-    model: Any
-    """The model, if a Keras trainer runs the step."""
+    """The facts of the run that it belongs to."""
 
     given: Any = None
     """The arguments of the step whose verdict was read last, or that has raised; `None` if the host
@@ -91,8 +88,29 @@ class Transaction:
         """Return and remove the reports of bad steps, in the order of the steps. Never waits."""
         raise NotImplementedError
 
+    def keys_of(self, variable: Any) -> Iterable[int]:
+        """Return the keys of a variable in `learned`."""
+        return (id(variable),)
+
     def tolerate(self, variables: Sequence[Any]) -> None:
         """Allow these variables to be infinite or NaN."""
+        keys = {key for variable in variables for key in self.keys_of(variable)}
+        self.learned = replace(self.learned, tolerated=self.learned.tolerated | keys)
+
+    def inherit(self, other: Transaction) -> None:
+        """Start with what another transaction for the same body has learned."""
+        self.learned = other.learned
+
+    # Backends that keep a step for the next run on the same model
+
+    def rebind(self, run: Run) -> None:
+        """Use the transaction for another run."""
+        self.run, self.reused = run, True
+        self.resume()
+
+    def release_run(self) -> None:
+        """Release everything that belongs to the finished run."""
+        raise NotImplementedError
 
     # Backends that compile a step
 
@@ -137,10 +155,6 @@ class Transaction:
         return given
 
 
-class NoTransaction(Transaction):
-    """Stands for the step of a run before it is created."""
-
-
 class StateAccess:
     """Host access to the train state between two executions.
 
@@ -148,7 +162,7 @@ class StateAccess:
     """
 
     def __init__(self) -> None:
-        self.transaction: Transaction = NoTransaction()
+        self.transaction = Transaction()
 
     def sync_variables(self) -> None:
         """Write the current state into the variables."""

@@ -6,10 +6,11 @@ no write to a variable, so after a replay it is undone here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -88,6 +89,25 @@ def restorer(objects: Iterable[Any]) -> Callable[[], None]:
             _refill(kind, container, before)
 
     return restore
+
+
+@contextlib.contextmanager
+def python_state_restored(
+    called: Sequence[Any], held: Iterable[Callable[[], None]]
+) -> Iterator[None]:
+    """Restore at the end, also after an exception, what steps may write outside of variables: the
+    random generators of Python and NumPy, and the attributes of what they call.
+
+    Args:
+        called: the objects, from `called_by_step`.
+        held: further functions that restore something; they run first.
+    """
+    with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
+        ending.callback(random.setstate, random.getstate())
+        ending.callback(np.random.set_state, np.random.get_state())
+        for restore in (restorer(called), *held):
+            ending.callback(restore)
+        yield
 
 
 def _generator(value: Any) -> Callable[[], None] | None:

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
 from keras_nanguard._backends.jax.intercept import Intercept, calls_host, with_metrics
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.transaction import Transaction
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -96,11 +96,14 @@ class Computed(NamedTuple):
     counts: dict[Facts, Any]
 
 
-class TracedStep(Transaction):
+class TracedStep(interface.Transaction):
     """The facts about a step that its traces use and do not change."""
 
     body: Callable[..., Any]
     """The step as the user wrote it: `body(state, *args) -> (outputs, new_state)`."""
+
+    model: Any
+    """The model whose losses are recorded."""
 
     variables: Callable[[], Sequence[Any]]
     """Returns the Keras variable of each array of the flat state, or `None`."""

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
-from keras_nanguard._backends.interface import Session, StateAccess
-from keras_nanguard._backends.shared.execution import GuardedExecution, undone
-from keras_nanguard._backends.shared.transaction import Transaction
+import keras
+
+from keras_nanguard._backends.interface import Session, StateAccess, Transaction
+from keras_nanguard._backends.shared.execution import undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -78,7 +81,7 @@ def _require_compiled(model: Any, stock: bool) -> None:
         )
 
 
-class Attachment(GuardedExecution):
+class Attachment(StateAccess):
     """The transaction of one session, attached to one model's `fit` and `train_on_batch`.
 
     Keras reads `train_step` from the instance when it creates its train function, and calls the
@@ -86,17 +89,49 @@ class Attachment(GuardedExecution):
     so saving, cloning or pickling the model does not include them.
 
     A backend implements how the train function is built and how one execution runs.
+
+    Args:
+        model: a compiled model.
+        session: the host side, which is `_fit.session.Session`.
+
+    Attributes:
+        state: `"attached"` during a call of Keras, `"lasting"` for a model that is always guarded,
+            else `"free"`.
+        body: the train step of the model, without the transaction.
+        in_use: whether the call of Keras is still running.
     """
 
-    transaction: Transaction
+    END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
+    """What an execution raises if there is no batch."""
+
+    LOGS_RESTORED = False
+    """Whether a refused step returns the logs of the restored metrics, not those that it
+    computed.
+    """
 
     def __init__(self, model: Any, session: Session):
-        super().__init__(model, session)
+        super().__init__()
+        self.model, self.session, self.run = model, session, session.run
+        self.state: Literal["free", "attached", "lasting"] = "free"
+        self.in_use: Callable[..., bool] = lambda strictly=False: True
+        self.body: Any = None
+        self._keepable = True
+        """Whether the next fit may use the step: nothing that is built into it was changed."""
         self.trace_key: tuple[Any, ...] | None = None
         """How the step was traced, once it is built so that the next fit may use it."""
         self._make: Any = None
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
+
+    @property
+    def _stock(self) -> bool:
+        """Whether the train step is Keras' own."""
+        return getattr(self.body, "__func__", None) is keras.Model.train_step
+
+    @property
+    def _takes_fewer(self) -> bool:
+        """Whether an execution can run on a list of fewer batches than it has steps."""
+        return True
 
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the model's train function until `detach`.
@@ -212,6 +247,83 @@ class Attachment(GuardedExecution):
         finally:
             model.jit_compile = compile_with
         return model.train_function
+
+    # One execution
+
+    def run_execution(self, *args: Any) -> Any:
+        """Replacement for the train function: one execution, including its exceptions."""
+        try:
+            return self._call(*args)
+        except self.END_OF_DATA:
+            raise
+        except BaseException as error:
+            self._keepable = False
+            for release in (self._rescue, partial(self.session.note_error, error), self.detach):
+                with contextlib.suppress(Exception):  # which must not replace the first one
+                    release()
+            raise
+
+    def _call(self, *args: Any) -> Any:
+        """Run guarded steps, with the arguments and results of Keras' train function."""
+        return self.run_guarded(*args)
+
+    def run_guarded(self, data: Any) -> Any:
+        """Run the step with the tasks of the host before and after it; return the logs."""
+        session = self.session
+        if session.pending:
+            self._before_step(data)
+            data = self._without_skipped(data)
+            if data is None:
+                return self._shown()
+            if self.run.stopped:
+                self._say_without_effect()
+                return self._without_effect(data)
+        logs, verdict = self._execute(data)
+        session.after(verdict)
+        return session.logs_for_callbacks(
+            logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED
+        )
+
+    def _before_step(self, data: Any) -> None:
+        """Run the tasks of the host that are due before a step on this data."""
+        self.session.before()
+
+    def _without_skipped(self, data: Any) -> Any:
+        """Take the batches from this data that are to be skipped in this execution; return the data
+        of the rest of it, `None` if no step is left.
+        """
+        size, iterator = self.model.steps_per_execution, iter(data)
+        skipped = self.session.skip_batches(iterator, size, whole=not self._takes_fewer)
+        if not skipped:
+            return data
+        return list(islice(iterator, size - skipped)) or None
+
+    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+        """Run the step; return its logs and its verdict, or that of the last of several."""
+        raise NotImplementedError
+
+    def _shown(self) -> Any:
+        """Return the logs of the last step, or those of fresh metrics."""
+        if self.session.logs.shown is None:
+            self.sync_variables()
+            self.session.logs_for_callbacks(self.model.get_metrics_result())
+        return self.session.logs.shown
+
+    def _say_without_effect(self) -> None:
+        """Tell a loop that continues after the end of training. Keras ends its own."""
+        if self.state == "lasting":
+            self.session.say_without_effect("model.nanguard")
+        elif not self.in_use(strictly=True):
+            self.session.say_without_effect("guard")
+
+    def _without_effect(self, data: Any) -> Any:
+        """Run the step and undo it: Keras needs logs before it stops, those of the last step."""
+        with undone(self.run):
+            self._execute(data)
+        return self._shown()
+
+    def _rescue(self) -> None:
+        """Write the last available state into the variables, after a step has raised."""
 
 
 class LoopStep(StateAccess):

@@ -20,7 +20,6 @@ import numpy as np
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._backends.shared.execution import python_state_restored
 from keras_nanguard._backends.shared.instrument import LAYER, Call, CallOrigins, LayerTable
 from keras_nanguard._backends.shared.origins import OriginTracker
 from keras_nanguard._core import finiteness
@@ -83,7 +82,8 @@ def preserved(
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
     with _ONE_REPLAY:
         called = [] if model is None else keras_attributes.called_by_step(model)
-        others = python_state_restored(called, replay.optimizer_restorers(model, optimizers))
+        held = replay.optimizer_restorers(model, optimizers)
+        others = keras_attributes.python_state_restored(called, held)
         with others, replay.preserved((*variables, *seeds)):
             yield
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import rules
-from keras_nanguard._backends.shared.transaction import Transaction
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
 from keras_nanguard._backends.tensorflow.updates import Updates
@@ -40,11 +39,14 @@ class Retrace(Exception):
         self.learned = learned
 
 
-class TracedStep(Transaction):
+class TracedStep(interface.Transaction):
     """The facts about a step that its traces use and do not change."""
 
     body: Callable[..., Any]
     """The step as the user wrote it: `body(*args) -> outputs`."""
+
+    model: Any
+    """The model, if a Keras trainer runs the step."""
 
     refuse: bool
     """Whether bad steps are refused."""

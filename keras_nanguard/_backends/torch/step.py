@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.shared import transaction as shared
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.body_history import Learned
@@ -100,7 +99,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(shared.Transaction):
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
