@@ -161,6 +161,9 @@ class StateAccess:
     By default the variables always have the state, and every verdict is read at once.
     """
 
+    session: Session
+    """What a step that exists calls."""
+
     def __init__(self) -> None:
         self.transaction = Transaction()
 
@@ -174,6 +177,8 @@ class StateAccess:
 
     def resolve_pending(self) -> None:
         """Read what is not known yet of the last started step, and act on it."""
+        if self.transaction.has_left_bad():
+            self.session.seen_outside(left_by_step=True)
 
     def rebuild(self) -> None:
         """Compile the step again, after something that is built into it has changed."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import Session, StateAccess
+from keras_nanguard._backends.interface import Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
@@ -19,17 +19,7 @@ from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 
 
-class _JudgedLate(StateAccess):
-    """Host access to a step whose update may be judged later, see `judging.read_update`."""
-
-    session: Session
-
-    def resolve_pending(self) -> None:
-        if self.transaction.has_left_bad():
-            self.session.seen_outside(left_by_step=True)
-
-
-class ModelAttachment(_JudgedLate, attach.Attachment):
+class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
     transaction: step.Transaction
@@ -110,7 +100,7 @@ class ModelAttachment(_JudgedLate, attach.Attachment):
         return logs, verdict
 
 
-class LoopStep(_JudgedLate, attach.LoopStep):
+class LoopStep(attach.LoopStep):
     """One hand-written step with its transaction."""
 
     transaction: step.Transaction
