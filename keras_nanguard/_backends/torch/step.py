@@ -99,7 +99,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(interface.Transaction):
+class Transaction(StepDefinition):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
@@ -114,7 +114,6 @@ class Transaction(interface.Transaction):
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
-        definition: what does not change from one step to the next.
         learned: what the steps so far have shown.
         parts: the train state, as it was read last.
     """
@@ -132,9 +131,9 @@ class Transaction(interface.Transaction):
         jit: bool = False,
         compiled: Intercept | None = None,
     ):
-        losses = losses_in_logs if of_trainer else scalars
-        self.definition = StepDefinition(body, run, losses, stock, jit)
-        self.replayed, self.losses, self.jit = body, losses, jit  # for the host
+        self.body = self.replayed = body
+        self.run, self.stock, self.jit = run, stock, jit
+        self.losses = losses_in_logs if of_trainer else scalars
         self.model, self.compiled = run.model if of_trainer else None, compiled
         self.learned = Learned()
         self.given: Any = None
@@ -170,9 +169,9 @@ class Transaction(interface.Transaction):
             self.compiled = None
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
-            self.parts = self.definition.read_parts()
+            self.parts = self.read_parts()
         self.given = Given.of(args)
-        context = StepContext.of(self.definition, self.parts, learned, self._intercept())
+        context = StepContext.of(self, self.parts, learned, self._intercept())
         try:
             outputs, verdict, self.learned = self._complete(context, args)
         except BaseException:
@@ -190,7 +189,7 @@ class Transaction(interface.Transaction):
         """
         if not log.outside.remain(_known(self.parts, outputs)):
             return False
-        return log.outside.remain(_known(self.definition.read_parts(), outputs))
+        return log.outside.remain(_known(self.read_parts(), outputs))
 
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]
@@ -203,21 +202,21 @@ class Transaction(interface.Transaction):
         judged = ran.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
-        context.definition.run.agreement.hear(judged.news)
+        self.run.agreement.hear(judged.news)
         learned = learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 self.reports.append(execution.report(context, judged, args))
-            if context.definition.run.refuses:
+            if self.run.refuses:
                 return ran.outputs, execution.refuse(context, judged), learned
         return ran.outputs, *execution.commit(context, ran, judged, learned)
 
     def _intercept(self) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        definition, optimizers = self.definition, self.parts.train_state.optimizers
-        if not definition.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (definition.stock or definition.jit))
-        self.compiled = self.compiled or Intercept(self.model, optimizers, definition.body)
+        optimizers = self.parts.train_state.optimizers
+        if not self.jit or self.learned.is_fresh:
+            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
+        self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
         return self.compiled
 
     def inherit(self, other: interface.Transaction) -> None:
@@ -238,7 +237,7 @@ class Transaction(interface.Transaction):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self.definition.read_parts())
+        return bool(unread) and not are_finite(unread, self.read_parts())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

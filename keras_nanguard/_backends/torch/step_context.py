@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends import interface
 from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.state_tensors import StateTensors
@@ -19,22 +19,16 @@ from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
 
 
-@dataclass(frozen=True)
-class StepDefinition:
-    """What does not change from one run of a step to the next.
-
-    Attributes:
-        losses: returns the losses among the outputs of a body that shows none.
-        stock: whether the body is Keras' own train step, in which nothing can fail after the
-            update.
-        jit: whether the body is compiled, once its writes are known.
+class StepDefinition(interface.Transaction):
+    """The facts about a step that its runs use and do not change; its transaction. `jit`: whether
+    its body is compiled, once its writes are known.
     """
 
     body: Callable[..., Any]
-    run: Run
-    losses: Callable[[Any], list[Any]]
+    """The step as the user wrote it: `body(*args) -> outputs`."""
+
     stock: bool
-    jit: bool
+    """Whether it is Keras' own train step, in which nothing can fail after the update."""
 
     @property
     def may_undo_update(self) -> bool:
