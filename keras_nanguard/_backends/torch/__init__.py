@@ -13,8 +13,7 @@ In addition to the modules that every backend has:
 | `state_tensors` | the tensors of a train state by role |
 | `body_history` | what the steps of a body have shown |
 | `step_context` | a step that is about to run |
-| `measurements` | what a step has done until it is judged, and the numbers that are read of it |
-| `judging` | the verdict on a step |
+| `judging` | the verdict on a step: the numbers that are read of it, and what follows |
 | `numeric_errors` | exceptions by which torch reports a bad number |
 | `history_update` | adds what a step shows about its body |
 """

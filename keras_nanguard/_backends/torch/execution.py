@@ -168,7 +168,7 @@ def commit(
     """Read the updated state, unless the verdict has, now or with the next step. Return the verdict
     and what the steps have shown.
     """
-    run, parts, verdict = context.definition.run, judged.measured.parts, judged.verdict
+    run, parts, verdict = context.definition.run, judged.parts, judged.verdict
     for created in ran.created:
         run.note_created(*created)
     if ran.created:
@@ -190,7 +190,7 @@ def _update_is_unread(
     before the update, the update has created some, or the body has written some past Keras for the
     first time.
     """
-    is_before_update = bool(ran.created) or not judged.measured.has_updated
+    is_before_update = bool(ran.created) or not judged.has_updated
     if context.intercept.records and is_before_update:
         return True
     unseen = learned.untracked.keys() - context.log.kept.keys()
@@ -202,7 +202,7 @@ def refuse(context: StepContext, judged: Judged) -> Verdict:
     """Undo a step; update each loss scale that it is about. Return the verdict."""
     verdict = judged.verdict._replace(refused=True)
     overflowed = _overflowed(context) if verdict.only_gradients else []
-    known = judged.measured.parts.train_state.optimizers
+    known = judged.parts.train_state.optimizers
     blamed = [record.optimizer for record in overflowed] if verdict.only_gradients else known
     context.log.give_back()
     for record in overflowed:
@@ -236,5 +236,5 @@ def report(context: StepContext, judged: Judged, args: Sequence[Any]) -> Report:
         tuple((site, path) for site, path, _ in found),
         reductions.counts([tensor for _, _, tensor in found]),
         tuple(args),
-        left_by_previous=judged.measured.has_bad_previous,
+        left_by_previous=judged.left_by_previous,
     )

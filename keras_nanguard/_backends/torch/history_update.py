@@ -30,7 +30,7 @@ def learned_from(context: StepContext, ran: BodyRun, judged: Judged) -> Learned:
     return replace(
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
-        tolerated=before.tolerated | judged.measured.constants,
+        tolerated=before.tolerated | judged.constants,
         keeps_undo=judged.any_continues if is_one_of_several else continues is not False,
         steps=before.steps + 1,
         stale=bool(context.log.created),
