@@ -1,4 +1,5 @@
-"""One run of the transaction on PyTorch: its body, and its commit or refusal.
+"""One run of the transaction on PyTorch: its body, its commit or refusal, and what it shows about
+the body.
 
 The verdict is computed when the body calls its update, so a refused step is never updated. If the
 body continues after its update, the update runs at once, with the old values kept, and the verdict
@@ -8,43 +9,22 @@ is computed at the end of the body.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.body_history import Learned
-from keras_nanguard._backends.torch.judging import (
-    Judged,
-    Ruling,
-    judge,
-    places,
-    read_update,
-)
+from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, places, read_update
 from keras_nanguard._backends.torch.late_writes import LateWrites
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import StepContext
+from keras_nanguard._backends.torch.step_context import Learned, StepContext
 from keras_nanguard._backends.torch.undo_log import is_undone_as_a_whole
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-
-
-@dataclass(frozen=True, eq=False)
-class AtUpdate:
-    """What a body has done before its first update.
-
-    Attributes:
-        losses: the number of its losses.
-        written: the tensors of the train state that it has written past Keras.
-        uncounted: those whose writes torch has not counted.
-    """
-
-    losses: int
-    written: Sequence[Any]
-    uncounted: Sequence[Any]
+from keras_nanguard._keras.tensors import local
 
 
 class BodyRun:
@@ -55,7 +35,9 @@ class BodyRun:
         outputs: its outputs, `None` if it has raised.
         raised: whether torch has raised about a bad number.
         created: the tensors that its updates have created, each with its first value.
-        at_update: what it has done before its first update.
+        losses_before: the number of its losses before its first update.
+        written_before: the tensors of the train state that it has written past Keras before that.
+        uncounted_before: those whose writes torch has not counted.
         after_update: the tensors of `StepContext.versions_now` after its last update.
         late_writes: what it writes after an update.
         judged: the verdict, if it was computed in the body.
@@ -68,7 +50,9 @@ class BodyRun:
         self.raised = False
         self.updates: list[Update] = []
         self.created: list[tuple[Any, Any]] = []
-        self.at_update: AtUpdate | None = None
+        self.losses_before = 0
+        self.written_before: list[Any] = []
+        self.uncounted_before: list[Any] = []
         self.after_update: Mapping[int, tuple[Any, int]] = {}
         self.judged: Judged | None = None
 
@@ -94,8 +78,9 @@ class BodyRun:
         if not record.evaluates:
             log.keep_gradients()
         if not (self.updates or context.definition.stock):
-            losses = context.intercept.noted
-            self.at_update = AtUpdate(losses, context.written(), context.written_uncounted())
+            self.losses_before = context.intercept.noted
+            self.written_before = context.written()
+            self.uncounted_before = context.written_uncounted()
 
     def _judge(self, record: Update) -> None:
         """Compute the verdict before the first update that must wait for it."""
@@ -238,3 +223,78 @@ def report(context: StepContext, judged: Judged, args: Sequence[Any]) -> Report:
         tuple(args),
         left_by_previous=judged.left_by_previous,
     )
+
+
+# What the step shows about its body, for later steps
+
+
+def learned_from(context: StepContext, ran: BodyRun, judged: Judged) -> Learned:
+    """Return what a step that has run, and those before it, have shown."""
+    before, uncounted = context.learned, [*ran.uncounted_before]
+    by_hand = [*ran.written_before, *_not_updated(context.written(), ran.updates)]
+    by_hand += _assigned(context)
+    uncounted += _not_updated(context.written_uncounted(), ran.updates)
+    continues = _continues(context, ran)
+    context.log.gradients.note_writes()
+    adds, known = context.log.gradients.added_by_hand, context.learned.adds_by_hand
+    is_one_of_several = context.definition.run.agreement.count > 1
+    return replace(
+        before,
+        untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
+        tolerated=before.tolerated | judged.constants,
+        keeps_undo=judged.any_continues if is_one_of_several else continues is not False,
+        steps=before.steps + 1,
+        stale=bool(context.log.created),
+        unread={},
+        continues=continues,
+        uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
+        adds_by_hand=adds if adds or known is None else known,
+    )
+
+
+def _continues(context: StepContext, ran: BodyRun) -> bool | None:
+    """Return whether the body continues after its first update, see `Learned`."""
+    before, updates = context.learned.continues, ran.updates
+    if context.definition.stock:
+        return False
+    if before or not updates:
+        return before
+    has_several = len(context.parts.train_state.optimizers) > 1 or len(updates) > 1
+    has_late_losses = not context.intercept.noted or context.intercept.noted > ran.losses_before
+    is_continued = has_several or updates[0].evaluates or has_late_losses
+    return is_continued or ran.late_writes.continues or _writes_after(context, ran)
+
+
+def _assigned(context: StepContext) -> list[Any]:
+    """Return what a step assigns to before it is compiled; a compiled one does not show it."""
+    definition, parts = context.definition, context.parts
+    if not definition.jit or context.is_compiled:
+        return []
+    listed = set(map(id, parts.all if definition.stock else parts.small_state))
+    kept = context.log.kept.items()
+    return [e.tensor for key, e in kept if e.writer is not None and key not in listed]
+
+
+def _writes_after(context: StepContext, ran: BodyRun) -> bool:
+    """Whether something that is judged was written after the last update."""
+    parts, log, after = context.parts, context.log, ran.after_update
+    written = [t for t, version in after.values() if t._version != version]
+    written += [entry.tensor for key, entry in log.kept.items() if key not in after]
+    if not written:
+        return False
+    unjudged = parts.judged_elsewhere - parts.updated
+    # The next step judges the sum of the gradients.
+    unjudged |= {id(local(gradient)) for _, gradient in log.gradients.kept or ()}
+    # Of batch normalization torch counts only the writes of its integer buffer.
+    buffers = set(map(id, parts.unlisted))
+    return any(
+        id(t) not in unjudged and (reductions.is_inexact(t) or id(t) in buffers) for t in written
+    )
+
+
+def _not_updated(tensors: list[Any], updates: Iterable[Update]) -> list[Any]:
+    """Return the tensors that none of these updates may have written."""
+    if not tensors:
+        return []
+    updated = {id(t) for update in updates for t in update.state()}
+    return [t for t in tensors if id(t) not in updated]

@@ -33,12 +33,10 @@ import torch
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
-from keras_nanguard._backends.torch.body_history import Learned
-from keras_nanguard._backends.torch.history_update import learned_from
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import StepContext, StepDefinition
+from keras_nanguard._backends.torch.step_context import Learned, StepContext, StepDefinition
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
@@ -203,7 +201,7 @@ class Transaction(StepDefinition):
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
         self.run.agreement.hear(judged.news)
-        learned = learned_from(context, ran, judged)
+        learned = execution.learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
                 self.reports.append(execution.report(context, judged, args))

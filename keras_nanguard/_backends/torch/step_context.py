@@ -1,4 +1,5 @@
-"""One step on PyTorch before its body runs: the values that decide how it runs, and its undo log.
+"""One step on PyTorch before its body runs: what earlier steps have shown, the values that decide
+how it runs, and its undo log.
 
 An eager body cannot be inspected before it runs. So each step shows which tensors it writes past
 Keras, by the version that torch counts for each tensor.
@@ -6,17 +7,56 @@ Keras, by the version that torch counts for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.body_history import Learned
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
+
+FRESH = 2
+"""Number of first steps in which the train state is read each time and everything is kept, to find
+the tensors that a step writes.
+"""
+
+
+@dataclass(frozen=True)
+class Learned(interface.Learned):
+    """What the steps of one body have shown. Keys are the `id` of tensors; untracked ones are kept
+    before each step.
+
+    Attributes:
+        steps: their number.
+        stale: whether the train state has to be read again before the next one.
+        unread: norms of the updated `weights` and `slots`, if they are still on a device. They are
+            read with the verdict of the next step. If one is not finite, the tensors decide, which
+            an action may have replaced until then.
+        continues: whether the body may continue after its first update in a way that can make the
+            step bad: with another update, loss or statistic, or because its loss is known at its
+            end only; or in a way in which it must not wait for other processes before. `None` until
+            it has updated. A body with several optimizers may.
+        uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
+        adds_by_hand: whether the body adds to the gradients that it finds without a backward pass
+            that is seen (`p.grad += new`, a compiled body), so that they are kept before each step.
+            `None` until it has found some.
+    """
+
+    keeps_undo: bool = True
+    steps: int = 0
+    stale: bool = True
+    continues: bool | None = None
+    unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    uncounted: Mapping[int, Any] = field(default_factory=dict)
+    adds_by_hand: bool | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it is not known yet what the body writes."""
+        return self.steps < FRESH
 
 
 class StepDefinition(interface.Transaction):
