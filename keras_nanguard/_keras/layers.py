@@ -214,8 +214,12 @@ def inputs_of(model: Any) -> list[Any]:
     """Return the inputs of a functional or sequential model; none of others, in which the attribute
     `inputs` may be anything.
     """
-    inputs = getattr(model, "inputs", None)
-    tensors = inputs if isinstance(inputs, list) else []
+    return _symbolic(getattr(model, "inputs", None))
+
+
+def _symbolic(value: Any) -> list[Any]:
+    """Return a list of symbolic tensors; an empty one for anything else."""
+    tensors = value if isinstance(value, list) else []
     return tensors if all(isinstance(t, keras.KerasTensor) for t in tensors) else []
 
 
@@ -238,9 +242,11 @@ def output_names(model: Any) -> list[str]:
     sequential model its key in a dict, or the name of its layer; in others as far as the model
     names them.
     """
-    outputs, known = getattr(model, "outputs", None), getattr(model, "output_names", None)
-    tensors = outputs if isinstance(outputs, list) else []
-    if not tensors or not all(isinstance(t, keras.KerasTensor) for t in tensors):
+    tensors, known = (
+        _symbolic(getattr(model, "outputs", None)),
+        getattr(model, "output_names", None),
+    )
+    if not tensors:
         return [str(name) for name in known] if isinstance(known, (list, tuple)) else []
     structure = getattr(model, "_outputs_struct", None)
     named = structure.items() if isinstance(structure, dict) else ()
@@ -267,9 +273,7 @@ def named_outputs(model: Any, outputs: Sequence[Any]) -> list[tuple[str, Any]]:
 
 def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:
     """Return name and shape of each output of a functional model; none for other models."""
-    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    if not all(isinstance(t, keras.KerasTensor) for t in outputs):
-        return []
+    outputs = _symbolic(getattr(model, "outputs", None))
     return [(name, tuple(t.shape)) for name, t in zip(output_names(model), outputs)]
 
 
