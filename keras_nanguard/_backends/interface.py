@@ -201,33 +201,6 @@ class StateAccess:
         raise NotImplementedError
 
 
-class ObservedUpdate(Protocol):
-    """An update that a step has called."""
-
-    @property
-    def pairs(self) -> Iterable[tuple[Any, Any]]:
-        """Its gradients, each with its variable."""
-
-    def run(self) -> Any:
-        """Run it, if it was deferred."""
-
-
-class ObservedStep(Protocol):
-    """What a step has shown that runs in `Replay.intercepted`."""
-
-    @property
-    def losses(self) -> Sequence[Any]:
-        """Its losses: scalars, or arrays that are summed."""
-
-    @property
-    def records(self) -> Sequence[ObservedUpdate]:
-        """Its updates."""
-
-    @property
-    def outputs(self) -> Sequence[tuple[str, Any]]:
-        """The model's outputs, by name."""
-
-
 class Replay:
     """Replays a step and records its operations. The class `Replay` of the module `replay`."""
 
@@ -247,8 +220,17 @@ class Replay:
 
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
-    ) -> AbstractContextManager[ObservedStep]:
-        """Return a context that records losses and updates; `immediate`: updates run at once."""
+    ) -> AbstractContextManager[Any]:
+        """Return a context that records what a step shows that runs in it.
+
+        Args:
+            immediate: whether its updates run at once.
+
+        Returns:
+            A context with `losses`: scalars, or arrays that are summed; `outputs`: those of the
+                model, `(name, tensor)`; and `records` of its updates, each with `pairs`: gradients
+                with their variables, and `run()`, which runs it if it was deferred.
+        """
         raise NotImplementedError
 
     def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
@@ -366,16 +348,6 @@ class Agreement(Protocol):
         """Whether this process has such findings that the others do not have."""
 
 
-class Logs(Protocol):
-    """The logs of a fit."""
-
-    known: Any
-    """Those of the last committed step; `None` before the first one."""
-
-    shown: Any
-    """Those that callbacks have received last."""
-
-
 class Run(Protocol):
     """The facts of a run, as a backend uses them."""
 
@@ -423,30 +395,24 @@ class Run(Protocol):
         """Return these variables with their first values; `ends`: for the last time."""
 
 
-class Start(Protocol):
-    """What happens before the first step of a run."""
-
-    @property
-    def resuming(self) -> object | None:
-        """What is to be restored, or `None`."""
-
-
 class Session(Protocol):
     """The host side of a run, as a backend uses it: what it calls around each step. The rest of the
     host is not for backends.
     """
 
     @property
-    def start(self) -> Start:
-        """What happens before the first step."""
+    def start(self) -> Any:
+        """From which state the run starts; `resuming`: what is to be restored, or `None`."""
 
     @property
     def run(self) -> Run:
         """The facts of the run."""
 
     @property
-    def logs(self) -> Logs:
-        """The logs of the fit."""
+    def logs(self) -> Any:
+        """The logs of the fit: `known`, those of the last committed step, `None` before the first
+        one; `shown`, those that callbacks have received last.
+        """
 
     @property
     def pending(self) -> bool:
