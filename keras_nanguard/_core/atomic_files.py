@@ -5,6 +5,7 @@ pickle.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -26,6 +27,9 @@ from keras_nanguard._core.plain_values import plain_text
 
 MAX_JSON = 64 << 20
 """Maximum size of a JSON file that is read."""
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Errors of a file system that cannot sync a folder."""
 
 BESIDE = ".unfinished-"
 """Prefix of the names of files and folders that are being written or removed."""
@@ -53,9 +57,15 @@ def flush_to_disk(path: Path) -> None:
 
 
 def publish(finished: Path, path: Path) -> None:
-    """Move a finished file or folder to its final path, and sync the folder that contains it."""
+    """Move a finished file or folder to its final path, and sync the folder that contains it, if
+    its file system can: some network file systems cannot.
+    """
     os.replace(finished, path)
-    flush_to_disk(path.parent)
+    try:
+        flush_to_disk(path.parent)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 @functools.lru_cache(64)

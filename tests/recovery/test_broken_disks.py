@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,23 @@ def test_full(code, tmp_path, monkeypatch, capsys, undisturbed):
     assert said.count("cannot write snapshots") == 1 and os.strerror(code) in said
     assert steps_on_disk(tmp_path)
     assert guard.session.run.ring.newest().step == 16, "those that are not on disk are in memory"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folder")
+@pytest.mark.usefixtures("snapshots_kept")
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, capsys):
+    """As some network file systems: files are written and removed as on any other."""
+    real = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    trained(NanGuard(directory=tmp_path, snapshot=DISK))
+    assert "cannot write" not in capsys.readouterr().out
+    assert max(steps_on_disk(tmp_path)) >= 16 and len(steps_on_disk(tmp_path)) <= DISK["keep"] + 1
 
 
 def test_full_for_a_while(tmp_path, monkeypatch, capsys):
