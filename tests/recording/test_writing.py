@@ -171,6 +171,30 @@ def test_locked_for_long(tmp_path, set_limit):
     same(made.recording, Recording.read(tmp_path))
 
 
+def test_locked_when_a_transaction_ends(tmp_path, monkeypatch):
+    """It is undone, so that the next attempt can begin one."""
+    locked, real = [0], sqlite3.connect
+
+    class Locked(sqlite3.Connection):
+        def execute(self, text, *more):
+            if text == "COMMIT" and not locked[0]:
+                locked[0] = 1
+                raise sqlite3.OperationalError("database is locked")
+            return super().execute(text, *more)
+
+    def connect(path, **more):
+        return real(path, **more) if path == ":memory:" else real(path, factory=Locked, **more)
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    made = begun(tmp_path, steps=20)
+    assert flushed(made) and locked == [1] and made.problem() == ""
+    locked[0] = 0
+    push(made, 20, 20)
+    assert flushed(made) and locked == [1] and made.problem() == ""
+    made.end("finished", 40, 0)
+    same(made.recording, Recording.read(tmp_path))
+
+
 def test_locked_at_once(tmp_path):
     """If an attempt does not wait, the thread does: it does not keep a processor busy."""
     attempts = []
