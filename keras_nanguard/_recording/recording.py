@@ -304,11 +304,11 @@ def measured(recording: Recording, name: str) -> tuple[Array, Array, Array]:
 
 
 def _undone(steps: Mapping[str, Any]) -> Any:
-    """Return which steps were undone. A refused step counts as undone if the step before it was
-    undone: its values belong to the abandoned run."""
+    """Return which steps were undone. A refused step also counts as undone if the step before it
+    was undone: its values belong to the abandoned run."""
     refused = np.isin(steps["status"], (REFUSED, OVERFLOW))
     before = np.maximum.accumulate(np.where(refused, -1, np.arange(len(refused))))
-    return np.where(refused & (before >= 0), steps["undone"][before], steps["undone"])
+    return steps["undone"] | (refused & (before >= 0) & steps["undone"][before])
 
 
 def thinned(step: Array, points: int) -> tuple[Array, Array]:

@@ -162,6 +162,10 @@ def test_a_refused_step_of_an_abandoned_run(status):
     columns["status"][1], columns["undone"][[0, 2, 3]] = status, True
     chart = html._chart(Recording(steps=columns), "loss")
     assert chart["high"] == [1.0, None, 1.0, 1.0, 1.0] and chart["undone"] == [9.0] * 4 + [None]
+    columns["step"][:] = [0, 1, 2, 3, 1, 2, 3, 4]  # the snapshot was taken right before it
+    columns["undone"][:4] = [False, True, True, True]
+    chart = html._chart(Recording(steps=columns), "loss")
+    assert chart["high"] == [9.0, 1.0, 1.0, 1.0, 1.0] and chart["undone"] == [None, 9.0, 9.0, 9.0, None]
 
 
 def test_incidents_that_the_recording_has_dropped():
