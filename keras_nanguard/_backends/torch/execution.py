@@ -118,8 +118,8 @@ class BodyRun:
 def run(context: StepContext, args: Sequence[Any]) -> BodyRun:
     """Run the body of a step. Its updates run, unless the verdict in the body refuses them.
 
-    An exception that is not about a bad number is raised again. Before, the state is restored if it
-    can be.
+    An exception that is not about a bad number, or an interrupt, is raised again. Before, the state
+    is restored if it can be.
     """
     definition, log, intercept = context.definition, context.log, context.intercept
     ran = BodyRun(context)
@@ -131,13 +131,13 @@ def run(context: StepContext, args: Sequence[Any]) -> BodyRun:
                     ran.late_writes.wait(stack)
             stack.enter_context(intercept.running(ran.on_update, ran.around_backward))
             ran.outputs = (intercept.compiled or definition.body)(*args)
-    except Exception as error:
-        if ran.can_be_undone and is_numeric(error):
+    except BaseException as error:
+        if ran.can_be_undone and isinstance(error, Exception) and is_numeric(error):
             ran.outputs, ran.raised = None, True
             return ran
         if ran.can_be_undone:
             log.give_back()
-        if definition.run.agreement.count > 1:
+        if definition.run.agreement.count > 1 and isinstance(error, Exception):
             host.leave(error)
         ran.release()
         raise

@@ -4,6 +4,7 @@ user's exception ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import keras
@@ -108,6 +109,28 @@ def test_an_exception_of_the_users(how, message):
             model.fit(np.ones((32, 3)), np.ones((32, 1)), batch_size=4, verbose=0, callbacks=callbacks)
         ends.append(state(model))
     assert same(*ends)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+def test_a_step_that_ends_halfway_is_undone(error):
+    """Stock Keras keeps the statistics of its forward pass; the guard restores them."""
+
+    class Halfway(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            if int(self.optimizer.iterations) == 3:
+                raise error
+            return super().compute_loss(*args, **kwargs)
+
+    ends = []
+    for callbacks, batches in ([], 8), ([], 3), ([NanGuard(verbose=0)], 8):
+        keras.utils.set_random_seed(0)
+        model = Halfway([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        data = {"x": np.ones((4 * batches, 3)), "y": np.ones((4 * batches, 1)), "batch_size": 4}
+        with contextlib.nullcontext() if batches == 3 else pytest.raises(type(error)):
+            model.fit(**data, verbose=0, callbacks=callbacks)
+        ends.append(state(model))
+    assert not same(ends[0], ends[1]) and same(ends[2], ends[1])
 
 
 # clip_grad_norm_(error_if_nonfinite=True)
