@@ -137,8 +137,7 @@ class Transaction(TracedStep):
             state: a pytree of arrays.
             after: the previous step, whose verdict has not been read yet.
         """
-        if self.facts is None:  # the first step
-            self.mesh = reductions.mesh_of(state)
+        self.mesh = reductions.mesh_of(state)
         halt = self._go if after is None else after.computed.halt
         return StartedStep(self._run(state, halt, *args), held(args))
 
