@@ -355,8 +355,9 @@ def _squares(array: np.ndarray[Any, Any]) -> float:
     """Return the sum of the squares of all entries, in their own dtype if that is finite."""
     flat = array.ravel()
     with np.errstate(all="ignore"):  # an overflow is expected
-        own = float(np.dot(flat, flat))
-        return own if math.isfinite(own) else float(np.dot(*[flat.astype(np.float64)] * 2))
+        own = float(np.vdot(flat, flat).real)
+        wide = flat.astype(np.result_type(flat, np.float64), copy=False)
+        return own if math.isfinite(own) else float(np.vdot(wide, wide).real)
 
 
 def _with_part(origin: Origin, sample_losses: Sequence[tuple[str, Any]]) -> Origin:
