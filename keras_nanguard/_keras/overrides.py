@@ -102,7 +102,11 @@ class ThreadOverrides:
         """Override the functions in this thread until `leave`."""
         with self._lock:
             if not self._inside:
-                self._install()
+                try:
+                    self._install()
+                except BaseException:
+                    self._remove()
+                    raise
             thread = threading.get_ident() if thread is None else thread
             self._inside[thread] = [*self._inside.get(thread, ()), what]
 
