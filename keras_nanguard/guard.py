@@ -271,7 +271,7 @@ class NanGuard(keras.callbacks.Callback):
         self._resumed = True
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
-        processes.agreed(-1 if found is None else found.record.step, what)
+        processes.require_agreement(-1 if found is None else found.record.step, what)
         return found
 
     # The epochs and the results

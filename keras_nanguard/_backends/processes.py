@@ -60,7 +60,7 @@ def exchange(value: Any, what: str) -> list[Any]:
     return [json.loads(message) for message in messages]
 
 
-def agreed(number: int, what: str) -> None:
+def require_agreement(number: int, what: str) -> None:
     """Check that all processes have the same number.
 
     Args:

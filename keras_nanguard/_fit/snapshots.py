@@ -127,7 +127,8 @@ class Ring:
     run that slowly diverges.
 
     Args:
-        keep: maximum number of other snapshots. The newest verified one is never replaced.
+        keep: maximum number of other snapshots. The newest verified one is replaced only if memory
+            is short and no other snapshot is left.
         good_after: good steps that verify a snapshot. The state before the first step is always
             verified.
         agree: returns what is true for any of several processes; see `Agreement.any_of`.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from keras_nanguard._backends.shared.execution import undone
+from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import StateLostError

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import keras
 
 from keras_nanguard._backends.interface import Session, StateAccess, Transaction
-from keras_nanguard._backends.shared.execution import undone
+from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (

@@ -4,6 +4,7 @@ In addition to the modules that every backend has:
 
 | module | content |
 |---|---|
+| `execution` | one run of the body, its commit, and what it shows |
 | `modules` | modules and optimizers of torch in Keras' form |
 | `updates` | the updates of a step |
 | `undo_log` | what a refusal restores |

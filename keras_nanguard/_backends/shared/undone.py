@@ -1,4 +1,4 @@
-"""Runs steps and undoes them: common code of all backends."""
+"""Undoes everything that steps may write: common code of all backends."""
 
 from __future__ import annotations
 
