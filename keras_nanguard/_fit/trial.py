@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._backends.shared.faults import without_faults
+from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._fit.run import Run
