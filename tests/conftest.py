@@ -130,7 +130,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _is_nightly_page(item.name) or _is_nightly_case(item)
         ):
             return True
-        return config.getoption("share") and path.startswith(SHARED) and backend_of(item) != backend
+        if not config.getoption("share") or path.startswith(WITHOUT_BACKEND):
+            return False
+        return path.startswith(SHARED) and backend_of(item) != backend
 
     others = {item for item in items if left_out(item)}
     config.hook.pytest_deselected(items=list(others))

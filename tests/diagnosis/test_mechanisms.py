@@ -9,6 +9,8 @@ from support import zoo
 
 from keras_nanguard import NanGuard, replay
 
+NAMES = [pytest.param(n, marks=mechanisms.MARKS.get(n, ())) for n in mechanisms.PROGRAMS]
+
 
 def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
     guard = NanGuard(verbose=0, directory=directory, rules=[{"name": "seen", "after": 3, "do": "stop"}])
@@ -19,7 +21,7 @@ def fitted(case: mechanisms.Case, directory=None) -> NanGuard:
     return guard
 
 
-@pytest.mark.parametrize("name", mechanisms.PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_mechanism_is_named_at_once_and_from_its_bundle(name, tmp_path):
     if zoo.OLD and name == "activation_beyond_float16":
         pytest.skip("the lowest Keras casts in operations of their own, and the inputs are named instead of the layer")
@@ -49,12 +51,7 @@ def check(case, guard):
         assert guard.incidents[0].step == case.step
 
 
-@pytest.mark.parametrize("name", mechanisms.SKIPPED)
-def test_programs_excluded_on_this_backend(name):
-    pytest.skip(mechanisms.SKIPPED[name])
-
-
-@pytest.mark.parametrize("name", mechanisms.PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_healthy_twin_is_left_alone(name):
     guard = fitted(mechanisms.PROGRAMS[name](False))
     assert guard.incidents == []

@@ -4,6 +4,6 @@
 """
 
 from mechanisms import batch, compiled, forward, growth, losses, more_layers, precision, slopes  # noqa: F401  they register
-from mechanisms.case import PROGRAMS, SKIPPED, Case
+from mechanisms.case import MARKS, PROGRAMS, Case
 
-__all__ = ["PROGRAMS", "SKIPPED", "Case"]
+__all__ = ["MARKS", "PROGRAMS", "Case"]

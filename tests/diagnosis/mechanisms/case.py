@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from keras_nanguard import Incident, NanGuard
@@ -63,18 +64,17 @@ def program(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
     return seeded
 
 
-SKIPPED: dict[str, str] = {}
-"""Programs that the running backend cannot run, each with the reason."""
+MARKS: dict[str, pytest.MarkDecorator] = {}
+"""The marks of programs that some backends cannot run."""
 
 
 def not_on(backends: str, reason: str) -> Callable[[Callable[[bool], Case]], Callable[[bool], Case]]:
     """Register a program that is excluded on these backends for this reason."""
+    able = [name for name in ("tensorflow", "jax", "torch") if name not in backends.split()]
 
     def register(build: Callable[[bool], Case]) -> Callable[[bool], Case]:
-        if keras.backend.backend() not in backends.split():
-            return program(build)
-        SKIPPED[build.__name__] = reason
-        return build
+        MARKS[build.__name__] = pytest.mark.requires_backend(*able, reason=reason)
+        return program(build)
 
     return register
 
