@@ -44,6 +44,7 @@ WITHOUT_BACKEND = (
     "diagnosis/test_decided.py",
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_layout.py"),
     *("test_packaging.py", "docs/"),
+    *("backends/test_rules.py", "keras_internals/test_layers_and_losses.py"),
 )
 """Tests that use no backend, or give the same result on each: they run on TensorFlow only."""
 
@@ -52,9 +53,11 @@ SHARED = (
     *("cli/", "clients/", "diagnosis/", "files/", "recording/", "recovery/", "report/"),
     *("test_benchmarks.py", "test_errors.py", "test_formats.py", "test_no_warnings.py"),
     *("transaction/test_copies.py", "transaction/test_lifecycle.py", "transaction/test_traps.py"),
-    "transaction/test_guard_model.py",
+    *("transaction/test_guard_model.py", "transaction/test_metrics_that_are_nan.py"),
+    "transaction/test_python_state.py",
 )
-"""Tests of the packages above the backends. With `--share` each runs on one backend."""
+"""Tests of the packages above the backends. With `--share` each runs on one backend, as does a
+test marked `shared`."""
 
 NIGHTLY = (
     *("campaigns/", "clients/", "docs/test_site.py", "docs/test_types.py"),
@@ -132,7 +135,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return True
         if not config.getoption("share") or path.startswith(WITHOUT_BACKEND):
             return False
-        return path.startswith(SHARED) and backend_of(item) != backend
+        shared = path.startswith(SHARED) or item.get_closest_marker("shared")
+        return shared and backend_of(item) != backend
 
     others = {item for item in items if left_out(item)}
     config.hook.pytest_deselected(items=list(others))

@@ -97,6 +97,7 @@ def test_hits_the_exact_step_compiled(mode, site):
         assert first_difference(train(faulty), oracle) is None
 
 
+@pytest.mark.shared
 def test_chooses_its_place():
     """`path`, `entries`, `count` and several steps select exactly what they name."""
     model = build(run_eagerly=True)
@@ -131,6 +132,7 @@ def test_rows_that_a_batch_does_not_have(mode, guarded):
         fit(site="inputs", rows=100)
 
 
+@pytest.mark.shared
 def test_counts_over_fits_and_after_errors():
     """Steps count over all fits of one context; a failed fit also leaves no fault behind."""
     model = build(run_eagerly=True)
@@ -144,6 +146,7 @@ def test_counts_over_fits_and_after_errors():
     assert "compute_loss" not in vars(model) and "_make_function" not in vars(model)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
@@ -171,6 +174,7 @@ def test_bad_arguments(arguments, reported):
         inject(arguments.pop("model"), **arguments)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
@@ -222,6 +226,7 @@ def test_corrupt_a_variable_that_is_stored_by_columns():
     assert found.ravel().tolist() == [True] * 4 + [False] * 5
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("bad", [3, keras.Variable(1, dtype="int32", trainable=False)], ids=["number", "integer"])
 def test_corrupt_refuses(bad):
     """A variable that cannot hold the fault is reported."""

@@ -125,6 +125,7 @@ def test_refused_steps_are_not_among_them(mode):
     check(known)
 
 
+@pytest.mark.shared
 def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     back = {"name": "back", "after": 2, "do": "rollback"}
     model = network(**PLAIN)
@@ -134,6 +135,7 @@ def test_after_a_rollback_they_begin_at_the_snapshot_it_went_back_to():
     check(known)
 
 
+@pytest.mark.shared
 @pytest.mark.requires_backend("torch", "tensorflow", reason="on JAX a callback cannot write weights during fit")
 def test_a_replayed_step_is_among_them():
     """Its batch is good if another callback has written NaN into the weights before it."""
@@ -263,6 +265,7 @@ class Endless:
         raise TypeError("The dataset is infinite.")
 
 
+@pytest.mark.shared
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a step on JAX takes the state of the model")
 def test_a_step_of_an_object_that_has_endless_data():
     model, guard, (x, y) = network(run_eagerly=True), NanGuard(verbose=0), data(BATCH)

@@ -63,6 +63,7 @@ def test_guarded_as_in_fit():
     zoo.assert_same(model.get_weights(), fitted.model.get_weights(), 1e-5)
 
 
+@pytest.mark.shared
 @pytest.mark.daily("*" if zoo.BACKEND == "torch" else "another guard")
 @pytest.mark.parametrize("anew", [True, False], ids=["another guard", "the same guard"])
 def test_loop_that_died_does_not_block_the_next(anew, recwarn):
@@ -78,6 +79,7 @@ def test_loop_that_died_does_not_block_the_next(anew, recwarn):
     assert second.session.run.step == zoo.BATCHES
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_loop_that_cannot_be_guarded(verbose, capsys):
     """A loop that trains without `train_on_batch` gets one line, with the remedy."""

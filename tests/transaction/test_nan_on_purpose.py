@@ -106,6 +106,7 @@ def test_only_inf_is_on_purpose():
     np.testing.assert_array_equal(weights[0], [0.0, np.inf])
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("which", ["frozen weight", "statistic", "of Keras' own"])
 def test_invalid_markers_are_found_before_the_first_step(which):
     """NaN in a weight, a statistic or a state of Keras' own layers is no marker."""
@@ -121,6 +122,7 @@ def test_invalid_markers_are_found_before_the_first_step(which):
     assert guard.session.run.step == 0
 
 
+@pytest.mark.shared
 def test_a_marker_that_is_read_as_a_number_is_named():
     """It makes the loss NaN: the step is refused, and the diagnosis names the variable."""
     guard = NanGuard(verbose=0)

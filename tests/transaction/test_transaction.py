@@ -106,6 +106,7 @@ def test_rewritten_graph(optimizer):
     assert zoo.differences(guarded, oracle, 0.0 if optimizer.startswith("adam") else 1e-5) == []
 
 
+@pytest.mark.shared
 @pytest.mark.daily("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "steps4"])
 def test_every_batch_bad(mode):
@@ -186,6 +187,7 @@ class Clusters(keras.Model):
         return {"mean": keras.ops.mean(self.centers)}
 
 
+@pytest.mark.shared
 @pytest.mark.requires_backend("tensorflow", "torch", reason="Keras on JAX always needs an optimizer")
 def test_model_that_needs_no_optimizer():
     """A train step of one's own may do without an optimizer."""
