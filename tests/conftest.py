@@ -28,8 +28,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not a defect
-settings.load_profile("unhurried")
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not a defect
+settings.register_profile("daily", UNHURRIED, max_examples=25)
+settings.register_profile("nightly", UNHURRIED, max_examples=150)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of examples of a test over random ones."""
+    settings.load_profile("nightly" if config.getoption("nightly") else "daily")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -143,6 +143,7 @@ def test_a_closed_pipe_is_not_an_error(bad):
     assert (done.returncode, done.stderr, both.returncode, more.returncode) == (FOUND, "", MISUSE, FOUND)
 
 
+@pytest.mark.daily(">&- 2>&- <&-")
 @pytest.mark.skipif(os.name == "nt", reason="takes a POSIX shell")
 @pytest.mark.parametrize("closed", (">&-", "2>&-", ">&- 2>&- <&-"))
 def test_closed_streams_are_not_an_error(bad, closed):
@@ -260,6 +261,7 @@ def test_a_file_that_cannot_be_loaded_gives_one_sentence(good, tmp_path, capsys)
     assert not os.path.exists(mark)
 
 
+@pytest.mark.daily("repair --stati-*")
 @pytest.mark.skipif(os.name == "nt", reason="argcomplete answers on a file descriptor of POSIX")
 @pytest.mark.parametrize(
     ("typed", "offered"),

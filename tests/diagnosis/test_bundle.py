@@ -196,6 +196,7 @@ def test_a_path_out_of_the_folder_is_not_followed(copy):
     assert not (copy.parent.parent / "evil.npy").exists()
 
 
+@pytest.mark.daily("link-batch.npz", "pipe-bundle.json", "link-model.json")
 @pytest.mark.parametrize("name", ("bundle.json", "incident.json", "batch.npz", "state.npz", "model.json"))
 @pytest.mark.parametrize("how", ("link", "pipe"))
 def test_links_out_of_the_folder_are_not_opened(copy, name, how):

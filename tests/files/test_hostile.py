@@ -333,6 +333,7 @@ def test_a_worker_that_cannot_be_ended_is_abandoned(monkeypatch, set_limit, make
         scan(make.weights())
 
 
+@pytest.mark.daily("file")
 @pytest.mark.parametrize("layout", ("file", "folder of links", "shards", "source"))
 def test_a_large_file_gets_more_time(monkeypatch, set_limit, make, own_process, layout):
     """One more second for each MiB, also through links, or beside one that leads nowhere."""

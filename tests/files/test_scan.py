@@ -7,7 +7,7 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 from support.public_api import listed
 
@@ -234,7 +234,6 @@ def agrees(array, limit=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=40)
 def test_counts_agree_with_numpy_on_every_bit_pattern(dtype, data):
     kind = named_dtype(dtype)
     raw = data.draw(st.binary(min_size=0, max_size=64 * kind.itemsize))
@@ -306,7 +305,6 @@ def test_only_floats_can_be_non_finite():
 
 
 @given(st.data(), hnp.array_shapes(min_dims=0, max_dims=4, max_side=7))
-@settings(max_examples=100)
 def test_tiles_cover_an_array_once(data, shape):
     tile = tuple(data.draw(st.integers(1, length + 1)) for length in shape)
     met = np.zeros(shape, int)

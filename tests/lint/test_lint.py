@@ -221,6 +221,7 @@ NAMED = (
 )
 
 
+@pytest.mark.daily("BatchNormalization", "Normalization", "LSTM", "Embedding", "Log", "Softmax")
 @pytest.mark.parametrize("name", NAMED)
 def test_a_layer_of_your_own_may_have_any_name(name):
     """A class with only the name of one of Keras has none of its attributes or rules."""
@@ -317,13 +318,12 @@ def test_lint_ignores_parts_of_a_model_that_are_not_visible():
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
-SMALL = ("MobileNetV2", "ConvNeXtTiny")
 APPLICATIONS = sorted(name for name in dir(keras.applications) if name[0].isupper())
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SMALL else pytest.mark.slow) for name in APPLICATIONS],
+    [pytest.param(name, marks=() if name == "MobileNetV2" else pytest.mark.slow) for name in APPLICATIONS],
 )
 def test_every_keras_application_has_no_hazard(name):
     """No hazards in any model of `keras.applications`, compiled as documented."""

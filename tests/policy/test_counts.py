@@ -149,6 +149,7 @@ def drawn(draw, step):
     return incident, draw.sample("ab", draw.choice((0, 1, 1, 2)))
 
 
+@pytest.mark.daily("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_the_counts_are_those_of_all_events(seed):
     """Windows and streaks, after each incident, result, action, replay and new fit."""

@@ -125,6 +125,7 @@ class TestRecorder:
         assert len(before) == 1 and not before.steps["undone"][0] and len(made.recording) == 2
 
 
+@pytest.mark.daily("[0-5]")
 @pytest.mark.parametrize("seed", range(20))
 def test_the_numbers_of_steps_are_those_of_a_list_of_them(seed, tmp_path):
     """Over random steps, rollbacks, fits and restarts, each of which may lose the last steps."""

@@ -258,6 +258,7 @@ def expected_walk(rates, bad, factor, batches=12):
 
 class TestLowerLr:
 
+    @pytest.mark.daily("CosineDecay", "PiecewiseConstantDecay")
     @pytest.mark.parametrize("name", SCHEDULES)
     def test_schedule(self, name):
         """The rate is that of the schedule times the factor; the saved config is the schedule's."""

@@ -7,7 +7,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from support import zoo
 
 from keras_nanguard import FileFormatError, GuardError, NanGuard, NonFiniteError
@@ -83,7 +83,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150)
 @given(st.sampled_from(sorted(GOOD)), JSON)
 def test_a_guard_state_is_accepted_or_rejected(name, value):
     """With any value in place of a field a guard state is rejected, or written again unchanged."""

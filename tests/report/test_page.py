@@ -257,6 +257,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.daily("*-adam-float32", "divergence-*-float32", "*-a loss scale-mixed_float16")
 @pytest.mark.parametrize("precision", ("float32", "mixed_float16"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("cause", ("divergence", "spike", "float16_underflow", "optimizer_domain"))

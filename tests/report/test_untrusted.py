@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 from support import recordings
 from support.command_line import main
@@ -172,10 +172,8 @@ JSON = st.recursive(
 """Any JSON value, and parts of an incident."""
 
 WHOLE = recordings.incident(3, 0, 3).to_dict()
-SEVERAL = settings(max_examples=60)
 
 
-@SEVERAL
 @given(st.sampled_from(sorted(WHOLE)), JSON, st.booleans())
 def test_an_incident_is_accepted_or_rejected(name, value, within):
     """Any value in any field is rejected with one sentence, or shown and written in each form."""
@@ -202,7 +200,6 @@ CELLS = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max
 COLUMNS = {"meta": 2, "steps": 11, "events": 7, "samples": 7}
 
 
-@SEVERAL
 @given(st.sampled_from(sorted(COLUMNS)), st.data())
 def test_a_recording_is_accepted_or_rejected(table, data):
     """Any row in any table is rejected with one sentence, or shown in each form."""

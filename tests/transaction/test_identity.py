@@ -9,12 +9,15 @@ from support.programs import PROGRAMS
 BAD = (3, 8)
 """Numbers of the bad batches."""
 
-NORMAL = {"model-many-inputs-outputs", "precision-mixed_float16", "step-gan"}
+NORMAL = {"model-many-inputs-outputs"}
 """Programs of the normal run, in graph mode; a campaign runs all of them."""
 
+if zoo.BACKEND != "tensorflow":  # which compiles longest
+    NORMAL |= {"precision-mixed_float16", "step-gan"}
 if zoo.BACKEND == "torch":  # where nothing is compiled
     NORMAL |= {"feed-sample-weight-bad", "model-subclassed", "precision-bfloat16"}
     NORMAL |= {"optimizer-accumulation", "optimizer-clipnorm", "precision-float64"}
+assert set(PROGRAMS) >= NORMAL
 
 NOT_ON_JAX = {
     "step-": "a train step on JAX takes and returns its state; those are in tests/backends/jax",
@@ -54,8 +57,3 @@ def test_program(name, mode):
     epoch = program.data().batches + len(BAD)
     assert poisoned.steps == [*BAD, *(epoch + batch for batch in BAD)]
     assert zoo.bad_entries(poisoned.model) == []
-
-
-def test_the_normal_run_names_programs():
-    """Every case of the normal run exists."""
-    assert set(PROGRAMS) >= NORMAL

@@ -36,6 +36,7 @@ class Raiser(keras.callbacks.Callback):
         raise self.error
 
 
+@pytest.mark.daily("guard first-*", "guard last-ctrl-c-on_epoch_end")
 @pytest.mark.parametrize("where", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize("first", [True, False], ids=["guard first", "guard last"])

@@ -125,6 +125,7 @@ def test_overflow_of_a_slot():
 class TestOutsideWrites:
     """Faults written by the host between two steps."""
 
+    @pytest.mark.daily("nan")
     @pytest.mark.parametrize("kind", ["nan", "inf"])
     def test_detected_and_restored(self, kind):
         """What another callback makes bad is reported in the next step."""
@@ -193,6 +194,7 @@ class TestOutsideWrites:
         assert [i.step for i in guard.incidents if "loss_scale" in i.sites] == [6]
         assert float(model.optimizer.dynamic_scale.numpy()) <= 2.0**16
 
+    @pytest.mark.daily("False" if zoo.BACKEND == "jax" else "*")
     @pytest.mark.parametrize("eager", [False, True])
     def test_a_rate_is_no_statistic(self, eager):
         """A bad one is found by what it does to the weights, in each mode of each backend."""

@@ -102,7 +102,7 @@ BAD = {
 }
 
 
-@pytest.mark.daily("*-3", "all about-1")
+@pytest.mark.daily("*-3")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("where", BAD)
 def test_the_same_without_the_bad_batches(where, steps):

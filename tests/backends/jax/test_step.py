@@ -598,6 +598,7 @@ class Interrupting:
         return np.asarray(self.vector)
 
 
+@pytest.mark.daily("*-error0-True", "large-error0-False", "small-error1-False", "small-error2-True")
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError("no memory")])
 @pytest.mark.parametrize("wide", [8, 600], ids=["small", "large"])
