@@ -82,8 +82,3 @@ def test_the_loss_scale_after_a_refusal(ops, number, scale):
             halted = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL), True)
         assert tuple(map(float, found)) == closed_form(loss, gradients, scale, counter), (loss, gradients, scale, counter)
         np.testing.assert_array_equal(np.float64(halted), (scale, counter))
-
-
-def test_the_floor_is_the_smallest_normal_float16_number():
-    """A gradient of 1 is not subnormal at this scale, but would be at half of it."""
-    assert float(np.finfo(np.float16).tiny) == rules.MIN_LOSS_SCALE

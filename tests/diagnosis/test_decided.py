@@ -631,14 +631,6 @@ def test_what_has_grown(grew, expected):
     assert evidence_of(growth=grew).grown() is expected
 
 
-def test_what_was_not_measured():
-    """Nothing is bad by default, and no row is there."""
-    e = evidence_of()
-    assert (e.step, e.state_fresh, e.batch.count, e.largest) == (0, False, 0, Spread("", 0.0, 0.0, 0.0))
-    assert e.value is None and evidence_of(findings=(Finding("loss"), Finding("loss", "divergence", value=3.0))).value == 3.0
-    assert (ADAM.scaled, ADAM.own) == (False, False)
-
-
 @pytest.mark.parametrize(("count", "most"), [(0, 1), (1, 1), (7, 1), (8, 2), (16, 4)])
 def test_a_quarter_of_the_rows_are_few(count, most):
     """One row always is; none is not."""

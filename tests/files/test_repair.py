@@ -167,7 +167,7 @@ def test_layers_of_one_name_in_a_model_and_not_in_its_source(keras):
     assert change.status == "skipped" and "several variables have this path" in change.detail
 
 
-@pytest.mark.parametrize("kinds", ["model model", "model file", "file model", "file file"])
+@pytest.mark.parametrize("kinds", ["model model", "model file", "file model"])
 def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
     """From another model, or between a model and a file, no value gets to the wrong layer."""
 
@@ -194,10 +194,6 @@ def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
         target = tmp_path / "bad.weights.h5"
         bad.save_weights(target)
     report = repair(target, source=source)
-    if kinds == "file file":
-        bad.load_weights(report.output)
-        np.testing.assert_array_equal(np.array(bad.b.kernel), np.full((2, 2), 2.0))
-        return
     (change,) = report.skipped
     assert not report.ok and "several variables have this path" in change.detail
     assert np.isnan(np.array(bad.b.kernel)).all()

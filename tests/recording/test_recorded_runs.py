@@ -138,6 +138,8 @@ def test_skipped_batches(steps, batches, bad, skip):
     recorded = counted(guard)
     assert list(zip(recorded["epoch"].tolist(), recorded["batch"].tolist())) == trained
     assert recorded["step"].tolist() == list(range(len(trained))) and guard.session.run.counts.skip_batches == 0
+    kept = (recorded["status"] == 0) & ~recorded["undone"].astype(bool)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == kept.sum()
 
 
 def test_overflows_of_a_loss_scale():

@@ -202,18 +202,6 @@ class TestRollback:
         first, second, third = seeds
         assert first != second != third != first
 
-    @pytest.mark.parametrize("mode", ["eager", "steps4"])
-    def test_skip_batches(self, mode):
-        """Skipped batches are not trained on, and the epoch keeps its length."""
-        zoo.supported(zoo.MODES[mode], even=False)
-        guard = acting({"rollback": {"skip_batches": 4}}, snapshot={"every": 100})
-        counted = []
-        count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counted.append(batch))
-        run = train(guard, 3, build=lambda: zoo.plain(**zoo.MODES[mode]), callbacks=[count])
-        assert guard.session.run.step == 8 and counted[-1] == 11
-        assert int(run.model.optimizer.iterations.numpy()) == 4
-        assert [i.batch for i in guard.incidents] == [3]
-
     def test_skipped(self):
         guard = acting("rollback")
         train(guard, 0, build=_damaged)

@@ -173,13 +173,11 @@ def test_rate_is_not_lowered_for_a_nan():
     assert rate_after(NanGuard(verbose=0)) == pytest.approx(first)
 
 
-@pytest.mark.parametrize("guards", [0, 1])
-def test_a_file_name_may_contain_a_nan(tmp_path, guards):
+def test_a_file_name_may_contain_a_nan(tmp_path):
     """A checkpoint that keeps every epoch compares nothing. It is saved as in stock Keras."""
     path = tmp_path / "{epoch}-{val_loss:.2f}.weights.h5"
     kept = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    guarding = [NanGuard(verbose=0)] * guards
-    fit([kept, *guarding], epochs=2, validation_data=BadValidation())
+    fit([kept, NanGuard(verbose=0)], epochs=2, validation_data=BadValidation())
     assert [p.name.split("-")[0] for p in sorted(tmp_path.iterdir())] == ["1", "2"]
     assert (tmp_path / "1-nan.weights.h5").exists()
 

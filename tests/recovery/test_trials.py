@@ -1,7 +1,5 @@
 """A trial is completely undone: variables of any kind, rates, generators, counts."""
 
-from types import SimpleNamespace
-
 import keras
 import numpy as np
 import pytest
@@ -10,15 +8,8 @@ from scipy.stats import binomtest
 from support import zoo
 from support.programs import PROGRAMS
 
-from keras_nanguard import NanGuard, Policy
-from keras_nanguard._core.history import History
-from keras_nanguard._fit.poles import Poles
+from keras_nanguard import NanGuard
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.recovery import Recovery
-from keras_nanguard._fit.rollback import ReplayQueue
-from keras_nanguard._fit.session import Session
-from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._fit.steps import Counts, Rerun
 from keras_nanguard._fit.trial import clearly_lower, trial
 
 RNG = np.random.default_rng(0)
@@ -308,40 +299,30 @@ def test_generators_of_the_process_are_restored():
         np.testing.assert_array_equal(one, other)
 
 
-def replayed(stops_at):
-    """Return a session after the replay of five steps, one of which ends training, and the replayed steps."""
-    run = SimpleNamespace(
-        model=None,
-        policy=Policy.load("recover"),
-        counts=(counts := Counts()),
-        step=5,
-        history=History(),
-        recent=SimpleNamespace(return_to=lambda step: None),
-        recovery=Recovery(),
-        stopped=False,
-        due=SimpleNamespace(plan=lambda task, step: None),
-        train_state=lambda: SimpleNamespace(metrics=()),
-    )
-    ran = []
-    run.access = SimpleNamespace(run_again=lambda args: ran.append(args) or args, sync_variables=lambda: None)
+class BadAgain(keras.Sequential):
+    """Has a bad loss in its thirteenth step, the second one that is replayed."""
 
-    def after(verdict):
-        counts.advance()
-        run.stopped = run.stopped or len(ran) == stops_at
+    steps = 0
 
-    replays = ReplayQueue(run, Poles(run))
-    incidents = SimpleNamespace(replays=replays, end_replays=replays.end)
-    counts.advance(4)  # the last one is not yet counted
-    replays.go_back(Snapshot(0, 0, (0, 0)), Rerun(tuple("abcde"), frozenset()))
-    Session._replay(SimpleNamespace(incidents=incidents, after=after))
-    return replays, counts, ran
+    def train_step(self, *given):
+        self.steps += 1
+        return super().train_step(*given)
+
+    def compute_loss(self, *given, **named):
+        return super().compute_loss(*given, **named) * (float("nan") if self.steps == 13 else 1.0)
 
 
-@pytest.mark.parametrize(("stops_at", "ran"), [(2, "ab"), (9, "abcde")])
-def test_a_stop_ends_the_steps_that_are_run_again(stops_at, ran):
+def test_a_stop_ends_the_steps_that_are_run_again():
     """The state that the policy restores when it stops is not trained further."""
-    replays, counts, found = replayed(stops_at)
-    assert found == list(ran) and replays.rollbacks == 0 and counts.step == 5
+    end = {"name": "end", "site": "gradients", "do": "stop"}
+    guard = NanGuard(rules=[end, BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0, diagnose=False)
+    data = zoo.regression()
+    data.y[10 * zoo.BATCH] = 1e38
+    model = BadAgain([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile(optimizers.SGD(0.01), "mse", run_eagerly=True)
+    zoo.fit(model, data, guard)
+    assert [i.outcomes[0].action for i in guard.incidents] == ["rollback", "stop"]
+    assert model.steps == 13 and guard.stopped and zoo.bad_entries(model) == []
 
 
 class Interrupted(keras.Sequential):

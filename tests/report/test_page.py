@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shlex
+import zipfile
 import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -286,6 +287,15 @@ def save_batch(folder, *arrays):
     (folder / "bundle.json").write_text(json.dumps(about))
 
 
+HUGE = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846,), }"
+HEADERS = {
+    "no header": b"no array",
+    "a header without end": b"\x93NUMPY\x01\x00\x10\x00{'descr': (     \n",
+    "more than memory": b"\x93NUMPY\x01\x00\x76\x00" + HUGE.ljust(117) + b"\n",
+}
+"""Members of an archive that are no array, have a broken header, or exceed the free memory."""
+
+
 class TestBlamedRows:
     @pytest.fixture
     def folder(self, tmp_path):
@@ -343,11 +353,14 @@ class TestBlamedRows:
         (folder / "bundle.json").write_text(json.dumps(about))
         assert [f.of for f in cards.batch_rows(folder, [0])] == ["x/a"]
 
-    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat"])
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04" * 9, "objects", "flat", *HEADERS])
     def test_unreadable_parts_are_omitted(self, folder, content):
         save_batch(folder, np.ones((3, 2)))
         if isinstance(content, bytes):
             (folder / "batch.npz").write_bytes(content)
+        elif content in HEADERS:
+            with zipfile.ZipFile(folder / "batch.npz", "w") as archive:
+                archive.writestr("0.npy", HEADERS[content])
         else:
             np.savez(folder / "batch.npz", **{"0": np.array([{}]) if content == "objects" else np.zeros(3)})
         assert cards.batch_rows(folder, [0]) == []

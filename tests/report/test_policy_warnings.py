@@ -81,11 +81,6 @@ def test_loops_and_models_say_it_too(capsys):
         assert said(capsys) == []
 
 
-def test_a_missing_function_is_reported(capsys):
-    fit(NanGuard({"divergence": {"action": {"call": {"function": "notify"}}}}))
-    assert "call in divergence.action does nothing: no function is registered as 'notify'" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
 def test_a_file_and_its_model_have_the_same_names(tmp_path, ending, kind, capsys):

@@ -184,6 +184,7 @@ class TestOutsideWrites:
         assert zoo.bad_entries(model) == []
         assert guard.session.run.counts.refused <= 12
 
+    @pytest.mark.shared
     def test_runaway_loss_scale(self):
         """A loss scale above all bounds is reported in that step, and reset."""
         keras.config.set_dtype_policy("mixed_float16")

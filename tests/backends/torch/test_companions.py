@@ -161,11 +161,11 @@ def test_a_scaler_learns_once_from_each_bad_step(unscaled, within):
 
 
 @pytest.mark.parametrize("scheduler", ["step", "one cycle", "own"])
-def test_steps_after_the_end_of_training_leave_no_trace(scheduler):
+def test_steps_after_the_end_of_training_leave_no_trace(scheduler, capsys):
     """Schedulers, averages and tensors of the loop's own are as before, and so are gradients and the
-    random numbers.
+    random numbers. The loop is told.
     """
-    loop, guard = Loop(scheduler), NanGuard("stop", verbose=0)
+    loop, guard = Loop(scheduler), NanGuard("stop")
 
     def draws(batch):
         return loop(batch + 0 * torch.rand(()) * np.random.rand())
@@ -176,9 +176,9 @@ def test_steps_after_the_end_of_training_leave_no_trace(scheduler):
         step(poisoned()[BAD[0]])
         before, grads = loop.state(), [p.grad for p in loop.net.parameters()]
         generators = torch.get_rng_state(), np.random.get_state()[1:3]
-        for batch in BATCHES[:3]:
-            step(batch)
-    assert guard.stopped
+        assert all(torch.isfinite(torch.as_tensor(step(batch))) for batch in BATCHES[:3])
+    assert guard.stopped and guard.session.run.counts.step == 2
+    assert capsys.readouterr().out.count("steps since then have no effect. End the loop if guard.stopped") == 1
     assert_same(loop.state(), before)
     assert all(p.grad is grad for p, grad in zip(loop.net.parameters(), grads))
     assert torch.equal(torch.get_rng_state(), generators[0])

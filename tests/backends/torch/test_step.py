@@ -167,7 +167,7 @@ def test_loop_with_bad_batches(make_step, optimizer):
     assert {(i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents} == {("input_nonfinite", (2,))}
 
 
-@pytest.mark.parametrize(("make_step", "optimizer"), [*LOOPS, (looking_step, "adamw"), (clipped_step, "sgd")])
+@pytest.mark.parametrize(("make_step", "optimizer"), [(plain_step, "adamw"), (looking_step, "adamw"), (clipped_step, "sgd")])
 def test_healthy_loop(make_step, optimizer):
     """A healthy torch loop is unchanged."""
     guard = NanGuard(verbose=0)
@@ -185,26 +185,6 @@ def test_module_that_is_bad_before():
     with guard.watch(model, optimizer):
         guard.step(plain_step(model, optimizer))(*(part[0] for part in tensors()))
     assert (guard.incidents[0].findings[0].site, guard.incidents[0].findings[0].path) == ("state", "4.weight")
-
-
-def test_steps_after_the_end_of_training(capsys):
-    """They change neither the module nor the optimizer, and the loop is told."""
-    model, guard = network(), NanGuard("stop")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = (part[0] for part in tensors())
-    with guard.watch(model, optimizer):
-        step = guard.step(plain_step(model, optimizer))
-        step(x, y)
-        step(x * torch.nan, y)
-        before = [value.clone() for value in model.state_dict().values()]
-        slots = [slot["momentum_buffer"].clone() for slot in optimizer.state.values()]
-        for _ in range(3):
-            assert torch.isfinite(torch.as_tensor(step(x, y)))
-    assert guard.stopped and guard.session.run.counts.step == 2
-    assert all(map(torch.equal, before, model.state_dict().values()))
-    after = [slot["momentum_buffer"] for slot in optimizer.state.values()]
-    assert all(map(torch.equal, slots, after))
-    assert capsys.readouterr().out.count("steps since then have no effect. End the loop if guard.stopped") == 1
 
 
 def test_torch_optimizer_on_a_keras_model():
