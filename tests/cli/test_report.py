@@ -88,7 +88,7 @@ def test_an_output_in_a_file_is_named_as_the_user_named_it(tmp_path, capsys):
     assert f"keras-nanguard: {path} cannot be written: " in capsys.readouterr().err
 
 
-@pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+@pytest.mark.requires_backend("torch", reason="needs no backend: runs once")
 def test_a_recording_is_enough(tmp_path, capsys):
     """A healthy loop has no log, a copied recording neither: incidents are among the events."""
     run, healthy = synthetic(300, 2), synthetic(300, 0)
@@ -107,7 +107,7 @@ def test_a_recording_is_enough(tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+@pytest.mark.requires_backend("torch", reason="needs no backend: runs once")
 @pytest.mark.parametrize("command", [["report"], ["watch", "--once"]])
 @pytest.mark.parametrize("recording", [None, b""])
 def test_bundles_without_a_recording(tmp_path, capsys, command, recording):

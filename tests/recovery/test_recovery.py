@@ -54,6 +54,7 @@ class TestThreeBadBatchesInEveryEpoch:
         history = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
         return model.get_weights(), history.history["loss"]
 
+    @pytest.mark.daily("*-1", "mse-*")
     @pytest.mark.parametrize("steps", [1, pytest.param(4, marks=MANY)])
     @pytest.mark.parametrize(("loss", "cause"), [("mse", "input_scale"), (share, "loss_domain")])
     def test_only_skipped(self, loss, cause, steps):

@@ -237,6 +237,7 @@ class TestResume:
         assert reported == [["done"], []], "the second time in all was the last that the limit allows"
         assert model.optimizer.inner_optimizer.global_clipnorm is None
 
+    @pytest.mark.daily("graph")
     @pytest.mark.parametrize("mode", ["graph", "xla"])
     def test_a_resumed_run_clips(self, mode, tmp_path):
         """Also if the step was compiled before the setting is known. The oracle is the norm of each update."""
@@ -284,7 +285,7 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
-    @pytest.mark.daily("unbuilt-*", "steps2-4")
+    @pytest.mark.daily("unbuilt-*")
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])
     def test_nothing_left_to_train(self, case, epochs, tmp_path, capsys):
@@ -593,7 +594,7 @@ def _killed(directory, delays):
     return positions
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed(tmp_path, recwarn, kills):
     """An intact good state is left, from which the next one continues, never an earlier one."""
     random.seed(0)

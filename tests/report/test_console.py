@@ -15,7 +15,7 @@ from keras_nanguard._report.closing_table import MAX_ROWS, table_text
 
 pyte = pytest.importorskip("pyte", reason="needs the terminal emulator pyte")
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="what is printed is the same on every backend; checked once")
+pytestmark = pytest.mark.requires_backend("torch", reason="what is printed is the same on every backend; checked once")
 
 EPOCHS = 3
 

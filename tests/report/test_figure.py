@@ -8,7 +8,7 @@ from support.recordings import synthetic
 
 from keras_nanguard import GuardError, NanGuard
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+pytestmark = pytest.mark.requires_backend("torch", reason="needs no backend: runs once")
 
 
 def test_curves_of_a_run():

@@ -27,7 +27,7 @@ from keras_nanguard._report import cards, compare, html
 from keras_nanguard._report.cards import MAX_CARDS, snippet
 from keras_nanguard._report.reported_run import ReportedRun
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+pytestmark = pytest.mark.requires_backend("torch", reason="needs no backend: runs once")
 
 PAGE = Path(keras_nanguard.__file__).parent / "_report" / "page"
 

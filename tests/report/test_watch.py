@@ -18,7 +18,7 @@ from keras_nanguard import Recording
 from keras_nanguard._recording import database
 from keras_nanguard._report import dashboard, files
 
-pytestmark = pytest.mark.requires_backend("tensorflow", reason="needs no backend: runs once")
+pytestmark = pytest.mark.requires_backend("torch", reason="needs no backend: runs once")
 
 
 def text_of(recording, width=110, **arguments):

@@ -176,7 +176,7 @@ def test_an_epsilon_of_zero(kernels):
     assert kernels["descend"] and not kernels["divide"]
 
 
-@pytest.mark.daily("other bits", "own way to assign")
+@pytest.mark.daily("own way to assign")
 @pytest.mark.parametrize("how", ["other bits", "float64", "xla", "own way to assign"])
 def test_without_a_suitable_kernel(kernels, monkeypatch, how):
     """Without a suitable kernel the update runs as Keras wrote it."""
@@ -331,6 +331,7 @@ FIRST = {
 }
 
 
+@pytest.mark.daily("metrics", "two outputs")
 @pytest.mark.parametrize("name", FIRST)
 def test_the_first_step_is_traced_once_if_its_variables_can_be_built_before(name):
     """They have Keras' names, and the logs Keras' numbers."""
