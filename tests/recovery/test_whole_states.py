@@ -60,10 +60,6 @@ def trained(monkeypatch, error, at, *do, room=None, **arguments):
     return model, guard, seen.seen, ended
 
 
-def same(one, other):
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("first", [1, 2, 7])
 @pytest.mark.parametrize("error", [EXHAUSTED, KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_failed_rollback_changes_nothing(monkeypatch, error, first):
@@ -73,10 +69,10 @@ def test_failed_rollback_changes_nothing(monkeypatch, error, first):
     last_good = after[BAD.start - 1]
     if isinstance(error, KeyboardInterrupt):
         assert isinstance(ended, KeyboardInterrupt)
-        assert same(model.get_weights(), last_good)
+        zoo.assert_same(model.get_weights(), last_good)
         return
     assert ended is None and len(after) == STEPS
-    assert same(after[BAD.stop - 1], last_good)
+    zoo.assert_same(after[BAD.stop - 1], last_good)
     outcomes = [o for i in guard.incidents for o in i.outcomes if o.action == "rollback"]
     assert [o.status for o in outcomes] == ["skipped"] and "RESOURCE_EXHAUSTED" in outcomes[0].detail
     assert guard.session.run.counts.rollbacks == guard.session.run.counts.run_again == 0
@@ -97,7 +93,7 @@ def test_failed_rollback_runs_no_step_again(monkeypatch):
     again = {"rollback": {"replay_steps": True}}
     _, guard, after, ended = trained(monkeypatch, EXHAUSTED, {2, 3}, again)
     assert ended is None and guard.session.run.counts.run_again == 0
-    assert same(after[BAD.stop - 1], after[BAD.start - 1])
+    zoo.assert_same(after[BAD.stop - 1], after[BAD.start - 1])
 
 
 def test_state_that_cannot_be_put_back_ends_training(monkeypatch):
@@ -112,7 +108,7 @@ def test_without_room_for_a_copy_a_rollback_is_completed(monkeypatch, room):
     interrupt = KeyboardInterrupt()
     model, _, after, ended = trained(monkeypatch, interrupt, {3}, "rollback", room=room)
     assert isinstance(ended, KeyboardInterrupt)
-    assert same(model.get_weights(), after[19])
+    zoo.assert_same(model.get_weights(), after[19])
 
 
 def test_rollback_from_disk_is_completed(monkeypatch, room, tmp_path):
@@ -121,4 +117,4 @@ def test_rollback_from_disk_is_completed(monkeypatch, room, tmp_path):
     options = {"room": room, "directory": tmp_path, "snapshot": snapshot}
     model, _, after, ended = trained(monkeypatch, KeyboardInterrupt(), {1}, "rollback", **options)
     assert isinstance(ended, KeyboardInterrupt)
-    assert same(model.get_weights(), after[19])
+    zoo.assert_same(model.get_weights(), after[19])

@@ -51,11 +51,6 @@ def fit(model, data, *callbacks, epochs=2):
     return [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
 
 
-def same(one, other):
-    assert isinstance(one, list), one
-    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.daily("1")
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_guarded_and_plain_fits_at_a_time(rounds):
@@ -70,11 +65,12 @@ def test_guarded_and_plain_fits_at_a_time(rounds):
             partial(fit, models[1], data),
             partial(fit, models[2], data, NanGuard(verbose=0), zoo.After(zoo.raising(RuntimeError("disk full")), 6)),
         )
-        assert same(found[0], guarded) and same(found[1], plain)
+        zoo.assert_same(found[0], guarded)
+        zoo.assert_same(found[1], plain)
         assert isinstance(found[2], RuntimeError) and "disk full" in str(found[2])
         assert {name: vars(keras.Variable).get(name) for name in before} == before
         for model in models:
             assert not {"train_step", "make_train_function", "save"} & set(vars(model))
             assert not {"apply", "stateless_apply"} & set(vars(model.optimizer))
     again = net()
-    assert same(together(lambda: fit(again, data))[0], plain), "a plain fit in a new thread"
+    zoo.assert_same(together(lambda: fit(again, data))[0], plain)  # a plain fit in a new thread
