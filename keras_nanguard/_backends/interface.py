@@ -234,7 +234,11 @@ class Replay:
         raise NotImplementedError
 
     def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
-        """Restore these variables, and the random generators, at the end."""
+        """Restore these variables, and the random generators, at the end.
+
+        Raises:
+            StateLostError: if one of them could not be restored; all others are.
+        """
         raise NotImplementedError
 
     def restoring_side_effects(self, variables: Sequence[Any]) -> AbstractContextManager[None]:

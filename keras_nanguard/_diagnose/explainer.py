@@ -1,7 +1,7 @@
 """From an incident to its diagnosis: replays the refused step, gathers evidence, and decides.
 
-Every replay restores the state from before it. Nothing here can break training: an error inside
-becomes evidence of the cause `unknown`.
+Every replay restores the state from before it. Nothing else here can break training: an error
+inside becomes evidence of the cause `unknown`. If the state cannot be restored, training ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.shared.attach import LoopStep
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
@@ -85,7 +86,10 @@ class Explainer:
         self, incident: Incident, report: Report | None
     ) -> tuple[Diagnosis, Evidence | None]:
         """Return the diagnosis of an incident, and the evidence for its bundle: no measurements if
-        the diagnosis failed, `None` if that of an earlier incident is reused. Never raises.
+        the diagnosis failed, `None` if that of an earlier incident is reused.
+
+        Raises:
+            StateLostError: if the state could not be restored after a replay.
         """
         run, signature = self.run, _signature(incident)
         earlier = self._earlier(signature, incident.step)
@@ -97,6 +101,8 @@ class Explainer:
                 found = diagnose_step(run.model, evidence, report and report.batch)
                 self._known[signature] = found
                 return found, evidence
+        except StateLostError:
+            raise
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
             measured = Evidence(mode=_mode(run)) if earlier is None else None
@@ -126,10 +132,13 @@ class Explainer:
     @np.errstate(all="ignore")  # the values are not finite
     def is_bad_at_start(self, report: Report | None, update: bool) -> bool:
         """Return whether a refused step is bad from the state before the first step, too, so that
-        no rollback can cure it. Never raises.
+        no rollback can cure it.
 
         Args:
             update: whether a bad update counts, and not only bad gradients.
+
+        Raises:
+            StateLostError: if the state could not be restored after the replay.
         """
         run = self.run
         try:
@@ -138,6 +147,8 @@ class Explainer:
                 return False
             with without_faults(run.model), at_state(step, start):
                 return step.run(report.batch, update=update).word == "bad"
+        except StateLostError:
+            raise
         except Exception:  # noqa: BLE001  then a rollback may cure it
             return False
 

@@ -99,8 +99,7 @@ def _run(
                     model(batch, training=False)
                 done += 1
     finally:
-        for restore in restorers:
-            restore()
+        keras_variables.finish(restorers)
     return done
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.callbacks import numbers, one_batch
 from keras_nanguard._fit.run import Run
@@ -80,6 +81,7 @@ def reestimated(run: Run, layers: list[Any], batches: Iterable[Any]) -> list[tup
         batches: the arguments of steps, whose first one is the batch.
 
     Raises:
+        StateLostError: if the state could not be restored.
         Exception: if the model does not take them, or an estimate is not finite.
     """
     from keras_nanguard._backends.shared.replay import preserved
@@ -121,13 +123,18 @@ class Lagging:
     def look(
         self, run: Run, logs: Any, plan: Mapping[str, Any]
     ) -> tuple[list[Finding], Diagnosis] | None:
-        """Check a validation; return findings and diagnosis, or `None`. Never raises.
+        """Check a validation; return findings and diagnosis, or `None`.
 
         Args:
             plan: number of `epochs` of the fit and `steps` per epoch, if known.
+
+        Raises:
+            StateLostError: if the state could not be restored after the check.
         """
         try:
             return self._look(run, logs, plan)
+        except StateLostError:
+            raise
         except Exception:  # noqa: BLE001  the user's model may not run this way
             return None
 

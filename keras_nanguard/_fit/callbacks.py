@@ -24,6 +24,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._keras import (
     fitting as keras_fitting,
@@ -314,10 +315,13 @@ def bad_arrays(logs: Any) -> list[Finding]:
 def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     """Return the diagnosis of the running `evaluate` or `predict`, or `None` if no batch is bad.
 
-    Never raises. At the end the model and all random generators are as before.
+    At the end the model and all random generators are as before.
 
     Args:
         variables: those that calling it may write.
+
+    Raises:
+        StateLostError: if the variables could not be restored.
     """
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._diagnose.examination import diagnose
@@ -331,6 +335,8 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
                 is_scored = y is not None and model.compiled
                 if is_scored and not _finite(model.compute_loss(x, y, predicted, weights)):
                     return diagnose(model, x, y, weights).diagnosis
+        except StateLostError:
+            raise
         except Exception as error:  # noqa: BLE001
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
             return Diagnosis("unknown", evidence=(why,))

@@ -280,6 +280,8 @@ def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
         raise NotDoneError("no batch is in memory")
     try:
         estimates = reestimated(run, layers, batches)
+    except StateLostError:
+        raise
     except GuardError as error:
         raise NotDoneError(str(error)) from error
     except Exception as error:

@@ -1,11 +1,16 @@
 """A state is restored completely or not at all, for any exception during the write."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, recalibrate
+from keras_nanguard._backends.shared import replay
+from keras_nanguard._diagnose import explainer
+from keras_nanguard._fit import batchnorm, perform
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard.errors import StateLostError
 
@@ -118,3 +123,137 @@ def test_rollback_from_disk_is_completed(monkeypatch, room, tmp_path):
     model, _, after, ended = trained(monkeypatch, KeyboardInterrupt(), {1}, "rollback", **options)
     assert isinstance(ended, KeyboardInterrupt)
     zoo.assert_same(model.get_weights(), after[19])
+
+
+# Replays of a diagnosis, and other checks that restore the state
+
+
+class Unwritable:
+    """Makes some of the writes that restore one variable fail, counted from when it was armed."""
+
+    def __init__(self, monkeypatch, variable, at):
+        self.at, self.calls, self.armed = at, 0, False
+        backend = keras.backend.backend()
+        native = variable.value
+        if backend == "torch":
+            real = keras_variables.write_tensor
+            guarded = self.guarded(real, lambda tensor, *_: tensor is native)
+            monkeypatch.setattr(keras_variables, "write_tensor", guarded)
+        else:
+            target = native if backend == "tensorflow" else variable
+            monkeypatch.setattr(target, "assign", self.guarded(target.assign, lambda *_: True))
+
+    def guarded(self, real, concerns):
+        def write(*args, **options):
+            if self.armed and concerns(*args):
+                self.calls += 1
+                if self.calls in self.at:
+                    raise EXHAUSTED
+            return real(*args, **options)
+
+        return write
+
+
+def small():
+    keras.utils.set_random_seed(0)
+    norm = keras.layers.BatchNormalization(momentum=0.997)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), norm, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def changed(variables, failing):
+    for variable in variables:
+        keras_variables.write(variable, keras_variables.read(variable) + 1)
+    failing.armed = True
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_failed_restore_skips_no_other_variable(monkeypatch, times):
+    """A write that fails once is repeated; if it fails again, all others are restored."""
+    model = small()
+    before = model.get_weights()
+    failing = Unwritable(monkeypatch, model.weights[0], range(1, 1 + times))
+    expected = contextlib.nullcontext() if times == 1 else pytest.raises(StateLostError, match="1 of")
+    with expected, replay.preserved(model.weights, model):
+        changed(model.weights, failing)
+    after = model.get_weights()
+    assert same(after[1:], before[1:]) and np.array_equal(after[0], before[0]) == (times == 1)
+
+
+def troubled(model, do="skip"):
+    """Train on batches, one of which is bad, and validate."""
+    x = np.random.default_rng(0).normal(size=(20 * BATCH, 4)).astype("float32")
+    bad = x.copy()
+    bad[10 * BATCH : 11 * BATCH] = np.nan
+    guard = NanGuard(rules=[{"name": "own", "site": "inputs", "do": [do]}], verbose=0)
+    model.fit(bad, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
+
+
+def test_a_diagnosis_that_cannot_restore_the_state_ends_training(monkeypatch):
+    model, gather, before = small(), explainer.gather, []
+    failing = Unwritable(monkeypatch, model.weights[0], range(1, 1000))
+
+    def damaging(run, *args):
+        run.access.sync_variables()
+        with replay.preserved(model.weights, model):
+            before.extend(map(keras_variables.read, model.weights))
+            changed(model.weights, failing)
+            return gather(run, *args)
+
+    monkeypatch.setattr(explainer, "gather", damaging)
+    with pytest.raises(StateLostError, match="load a checkpoint"):
+        troubled(model)
+    after = list(map(keras_variables.read, model.weights))
+    assert same(after[1:], before[1:]) and not np.array_equal(after[0], before[0])
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "do"),
+    [
+        (explainer, "gather", "skip"),
+        (explainer, "at_state", "rollback"),
+        (perform, "reestimated", "recalibrate_batchnorm"),
+    ],
+)
+def test_a_lost_state_is_reported_by_no_other_word(monkeypatch, place, name, do):
+    def lost(*args, **options):
+        raise StateLostError("load a checkpoint")
+
+    monkeypatch.setattr(place, name, lost)
+    with pytest.raises(StateLostError):
+        troubled(small(), do)
+
+
+def test_a_check_of_statistics_that_cannot_restore_the_state_ends_training(monkeypatch):
+    def lost(*args, **options):
+        raise StateLostError("load a checkpoint")
+
+    monkeypatch.setattr(batchnorm, "learning", lost)
+    model, x = small(), np.ones((64, 4), "float32")
+    with pytest.raises(StateLostError):
+        model.fit(x, x[:, :1], verbose=0, validation_data=(x, x[:, :1]), callbacks=[NanGuard(verbose=0)])
+
+
+def test_a_restorer_that_raises_skips_no_other(monkeypatch):
+    """`recalibrate` restores the statistics of the layers that it does not estimate."""
+    model = small()
+    norm = model.layers[1]
+    before = keras_variables.read(norm.moving_variance)
+    real = keras_variables.restorer
+
+    def restorer(variable):
+        def fail():
+            raise EXHAUSTED
+
+        return fail if variable is norm.moving_mean else real(variable)
+
+    def call(data, training=False):
+        keras_variables.write(norm.moving_variance, before + 1)
+        return data
+
+    monkeypatch.setattr(keras_variables, "restorer", restorer)
+    monkeypatch.setattr(model.layers[0], "call", call)
+    with pytest.raises(StateLostError):
+        recalibrate(model, np.ones((8, 4), "float32"))
+    zoo.assert_same([keras_variables.read(norm.moving_variance)], [before])

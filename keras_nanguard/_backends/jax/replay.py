@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -197,8 +198,7 @@ class Replay(interface.Replay):
         try:
             yield
         finally:
-            for variable, value in old:
-                variable.assign(value)
+            keras_variables.finish(partial(v.assign, value) for v, value in old)
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return an array of the same shape in which kept rows replace the others, because another

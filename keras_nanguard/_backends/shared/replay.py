@@ -78,6 +78,9 @@ def preserved(
     Args:
         model: it and its layers may keep tensors and numbers in attributes, which a call replaces.
         optimizers: those that may update them.
+
+    Raises:
+        StateLostError: if a variable could not be restored; all others are.
     """
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
     with _ONE_REPLAY:

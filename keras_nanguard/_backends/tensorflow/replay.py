@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -198,8 +199,7 @@ class Replay(interface.Replay):
             ):
                 yield
         finally:
-            for variable, value in zip(copies, old):
-                variable.assign(value)
+            keras_variables.finish(partial(v.assign, value) for v, value in zip(copies, old))
 
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:

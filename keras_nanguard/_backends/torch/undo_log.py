@@ -73,6 +73,12 @@ class Kept:
             return True
         return not torch.equal(now.view(kind), self.value.view(kind))
 
+    def give_back(self) -> None:
+        """Restore the value, unless it is the same."""
+        # Torch does not count the writes of a fused optimizer, or through `.data`.
+        if self.is_written or self.differs:
+            keras_variables.write_tensor(self.tensor, self.value)
+
 
 class UndoLog:
     """The undo log of one step; a context in which writes are recorded.
@@ -197,14 +203,14 @@ class UndoLog:
             self.created.append((variable.value, keras_variables.read(variable)))
 
     def give_back(self) -> None:
-        """Restore everything."""
+        """Restore everything.
+
+        Raises:
+            StateLostError: if a part could not be restored; all others are.
+        """
+        tensors = [kept.give_back for kept in self.kept.values()]
         with torch.no_grad():
-            for restore in reversed(self._restores.values()):
-                restore()
-            for kept in self.kept.values():
-                # Torch does not count the writes of a fused optimizer, or through `.data`.
-                if kept.is_written or kept.differs:
-                    keras_variables.write_tensor(kept.tensor, kept.value)
+            keras_variables.finish([*reversed(self._restores.values()), *tensors])
 
     def release(self) -> None:
         self.gradients.release()
