@@ -242,8 +242,11 @@ class NanGuard(keras.callbacks.Callback):
             return
         plan = self.params or {}
         self._attached.begin(plan)
-        self._print_policy_warnings()
+        self._warn_about_policy()
         self._attached.resume(self._resumed_from(plan.get("steps")))
+
+    def _warn_about_policy(self) -> None:
+        self._log.attempt("look for rules without effect", self._print_policy_warnings)
 
     def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
@@ -286,7 +289,7 @@ class NanGuard(keras.callbacks.Callback):
         if self._attached is None:
             return
         if self._unnamed:
-            self._print_policy_warnings()
+            self._warn_about_policy()
         self._attached.warn_unless_begun()
         self._attached.end_epoch(epoch, logs)
 
@@ -376,7 +379,7 @@ class NanGuard(keras.callbacks.Callback):
         model, optimizers = loop.guardable(model, optimizers)
         self.session = self._session(model, optimizers)
         self._log.begin(self.session.run.directory)
-        self._print_policy_warnings()
+        self._warn_about_policy()
         resumed, self._watching = self._resumed_from(), True
         try:
             with loop.watching(self.session, self._log, resumed):

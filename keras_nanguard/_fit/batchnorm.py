@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -21,7 +22,6 @@ import numpy as np
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.callbacks import numbers, one_batch
 from keras_nanguard._fit.run import Run
@@ -131,12 +131,8 @@ class Lagging:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-        try:
-            return self._look(run, logs, plan)
-        except StateLostError:
-            raise
-        except Exception:  # noqa: BLE001  the user's model may not run this way
-            return None
+        look = partial(self._look, run, logs, plan)
+        return run.optional("check the moving statistics at a validation", look, lambda: None)
 
     def _look(
         self, run: Run, logs: Any, plan: Mapping[str, Any]

@@ -24,7 +24,6 @@ from typing import TypeVar
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.history import WINDOW
 from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, TrialResult, look_for_proof
 from keras_nanguard._fit.run import Run
@@ -104,14 +103,7 @@ class Divergence:
 
     def _attempt(self, run: Run, look: Callable[[], T]) -> T | None:
         """Return the result of trials; if one raises, disable them."""
-        try:
-            return look()
-        except StateLostError:
-            raise
-        except Exception as error:  # noqa: BLE001  training does not need the trials
-            self.disable()
-            run.say(f"NanGuard: cannot check for divergence: {type(error).__name__}: {error}")
-            return None
+        return run.optional("check for divergence", look, self.disable)
 
     def _look(self, run: Run, began: int) -> Lost | None:
         """Look for a proof at the end of the window that began after a step."""

@@ -51,6 +51,9 @@ usual momentum.
 ZEROS = 30
 """Steps in a row with zero gradients and a nonzero loss after which the finding is reported."""
 
+Watch = Callable[[Run], Iterator[Finding]]
+"""One of the checks."""
+
 
 class Monitors:
     """The checks between two steps of one fit.
@@ -63,7 +66,7 @@ class Monitors:
 
     def __init__(self) -> None:
         self.ceiling = self.highest = HUGE
-        self._reported = set[Callable[[Run], Iterator[Finding]]]()
+        self._reported = set[Watch]()
         self._beyond = set[str]()  # paths at the last check
         self._statistics = dict[int, float]()
         self._rollbacks = self._since = self._seen = 0
@@ -72,7 +75,8 @@ class Monitors:
     @np.errstate(all="ignore")  # the values are not finite
     def look(self, run: Run, scale_is_needed: bool = False) -> list[Finding]:
         """Run all checks and return their findings, each kind once. A value beyond a limit of the
-        policy is found again once it has been within the limit.
+        policy is found again once it has been within the limit. A check that raises finds nothing:
+        a layer of the user's own may lack what it reads.
 
         Args:
             scale_is_needed: whether gradients overflow unless the loss scale is below its floor.
@@ -90,16 +94,16 @@ class Monitors:
             self._since = step
             self._reported.clear()
             self._beyond.clear()
-        watches = [self._zero, self._stuck, self._leap]
+        watches: list[Watch] = [self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
         if is_huge:
             watches.append(self._moments)
-        beyond_limits = list(self._range(run))
+        beyond_limits = _found(self._range, run)
         found = [finding for finding in beyond_limits if finding.path not in self._beyond]
         self._beyond = {finding.path for finding in beyond_limits}
         for watch in watches:
-            findings = list(watch(run))
+            findings = _found(watch, run)
             if findings and watch not in self._reported:
                 self._reported.add(watch)
                 found += findings
@@ -184,6 +188,11 @@ class Monitors:
                 yield Finding("loss_scale", "collapse", str(scale.path), value=value)
             elif check.is_too_high(value, run.history.scale):
                 yield Finding("loss_scale", "out_of_range", str(scale.path), value=value)
+
+
+def _found(watch: Watch, run: Run) -> list[Finding]:
+    """Return the findings of a check, none if it raises."""
+    return run.optional("check for finite faults", lambda: list(watch(run)), list)
 
 
 def _never_moved(layer: Any, first: Snapshot) -> bool:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._core import memory
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
@@ -28,6 +28,8 @@ from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recorder import Recorder
+
+T = TypeVar("T")
 
 
 class Run:
@@ -217,6 +219,24 @@ class Run:
         if subject not in self._said:
             self._said.add(subject)
             self.say(line)
+
+    def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Return the result of a check that training does not need. If it raises, print a line once
+        and return what `otherwise` does: the user's model may not run this way.
+
+        Args:
+            what: what the check does, after "cannot".
+
+        Raises:
+            StateLostError: if the state could not be restored after the check.
+        """
+        try:
+            return check()
+        except StateLostError:
+            raise
+        except Exception as error:  # noqa: BLE001  training continues
+            self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
+            return otherwise()
 
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""

@@ -291,8 +291,18 @@ class RecentBatches:
         return Rerun(tuple(batches), frozenset(refused))
 
 
-def bytes_of(value: Any, levels: int = 2) -> int:
-    """Return the bytes of the arrays in a structure. Runs in every step.
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the arrays in a structure, 0 if they are unknown: an argument of a step
+    may be anything, such as a list that contains itself. Runs in every step.
+    """
+    try:
+        return _bytes_of(value)
+    except Exception:  # noqa: BLE001  a custom object, or one that is nested too deeply
+        return 0
+
+
+def _bytes_of(value: Any, levels: int = 2) -> int:
+    """Return the bytes of the arrays in a structure.
 
     Args:
         value: arrays, and structures or objects of them.
@@ -302,12 +312,12 @@ def bytes_of(value: Any, levels: int = 2) -> int:
     if isinstance(value, (tuple, list)):
         total = 0
         for part in value:
-            total += bytes_of(part, levels)
+            total += _bytes_of(part, levels)
         return total
     shape = getattr(value, "shape", None)
     if shape is None:
         if isinstance(value, Mapping):
-            return sum(bytes_of(part, levels) for part in value.values())
+            return sum(_bytes_of(part, levels) for part in value.values())
         held, kind = getattr(value, "__dict__", None), type(value)  # a property may be slow
         if (
             not (held and levels)
@@ -315,7 +325,7 @@ def bytes_of(value: Any, levels: int = 2) -> int:
             or hasattr(kind, "trainable_variables")
         ):
             return 0  # also a module, a layer, an optimizer
-        return sum(bytes_of(part, levels - 1) for part in held.values() if _is_small(part))
+        return sum(_bytes_of(part, levels - 1) for part in held.values() if _is_small(part))
     count = getattr(shape, "num_elements", None)
     if count is None:
         if not keras_arrays.is_convertible(value):
@@ -324,13 +334,13 @@ def bytes_of(value: Any, levels: int = 2) -> int:
                 size = 8 * math.prod(shape) if isinstance(shape, tuple) else 0
             return int(size)
         if hasattr(value, "todense"):
-            return bytes_of((value.data, value.indices))
+            return _bytes_of((value.data, value.indices))
         return int(value._nnz() * (value.element_size() + 8 * value.ndim))  # at most
     number = count()  # of TensorFlow
     if hasattr(value, "flat_values"):  # ragged
-        return bytes_of((value.flat_values, value.nested_row_splits))
+        return _bytes_of((value.flat_values, value.nested_row_splits))
     if number is None or not hasattr(value, "device"):  # sparse
-        return sum(bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
+        return sum(_bytes_of(getattr(value, name, None)) for name in ("values", "indices"))
     return int(number) * (int(value.dtype.size or 0) or 16)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core import memory
-from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot, size_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -200,13 +199,12 @@ def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
     Raises:
         StateLostError: if the state could not be restored after the trial.
     """
-    try:
+
+    def tried_once() -> T:
         with trial(run, rates=False) as trying:
             return unknown if trying is None else ask(trying)
-    except StateLostError:
-        raise
-    except Exception:  # noqa: BLE001  training does not need the trial
-        return unknown
+
+    return run.optional("run a step again", tried_once, lambda: unknown)
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:

@@ -209,6 +209,30 @@ def test_bytes_of_structures():
         assert bytes_of(tf.constant(["a", "b"])) == 32
 
 
+def test_bytes_of_what_is_not_known():
+    """Any argument of a step is measured before each one, so an odd one counts as 0."""
+    odd = types.SimpleNamespace(shape=(3, 4), todense=lambda: np.zeros((3, 4)), data=np.ones(1))
+    endless = [np.zeros(3)]
+    endless.append(endless)
+    assert [bytes_of((odd,)), bytes_of(endless), bytes_of({"a": endless})] == [0, 0, 0]
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="there the arguments of a step begin with the state")
+def test_a_step_of_a_loop_takes_a_sparse_matrix_of_scipy():
+    """A COO matrix has no `indices`."""
+    matrix = pytest.importorskip("scipy.sparse").coo_matrix(np.eye(4, dtype="float32"))
+    model, guard, seen = network(), NanGuard(verbose=0), []
+
+    @guard.step
+    def step(x):
+        seen.append(x.shape)
+
+    with guard.watch(model, model.optimizer):
+        step(matrix)
+        step(matrix)
+    assert seen == [(4, 4), (4, 4)] and guard.incidents == []
+
+
 @pytest.mark.requires_backend("jax", "torch", reason="tf.data itself reads such a buffer too late, guarded or not")
 def test_a_buffer_that_is_written_over_does_not_change_them():
     """A generator that yields one array again and again, with other numbers in it."""
