@@ -116,6 +116,22 @@ def test_imports_go_down(module):
         assert above + beside == []
 
 
+def _listed(line: str) -> list[str]:
+    """Return the modules that a line of a package's docstring lists: in the first cell of a table, or in an outline."""
+    if line.startswith("| `"):
+        return re.findall(r"`(\w+)`", line.split("|")[1])
+    outline = re.sub(r"\s*\(.*?\)|:.*", "", re.split(r"\s{2,}", line)[-1]) if line.startswith("    ") else ""
+    return [name for name in re.split(r",\s*", outline.strip()) if name]
+
+
+@pytest.mark.parametrize("package", [m for m, path in modules().items() if m and path.name == "__init__.py"])
+def test_modules_in_the_docstring_of_a_package_exist(package):
+    listed = {name for line in ast.get_docstring(tree(package)).splitlines() for name in _listed(line)}
+    inside = {module.removeprefix(f"{package}.") for module in modules() if module.startswith(f"{package}.")}
+    assert listed - inside == set()
+    assert package != "_fit" or listed == inside
+
+
 def test_no_circles():
     """No module imports a module that imports it, directly or indirectly, lazily or not."""
     done: set[str] = set()

@@ -441,7 +441,7 @@ class Session(Protocol):
         """Run the tasks before an execution; `written`: variables may have been written since."""
 
     def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
-        """Act on the verdict of a step; return whether it was healthy and no task was due.
+        """Act on the verdict of a step; return whether it was healthy.
 
         Args:
             state_is_current: whether no other step was started since.

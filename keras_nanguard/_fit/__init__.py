@@ -5,16 +5,16 @@ has one owner, whose methods change it; all others only read it. The files from 
 
     the guard     attached (in a running fit), loop (without a fit), arguments
                   log (what is printed and recorded)
-    a step        session (before and after it), tasks (between two), due (when)
+    a step        session (before and after it), tasks (between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
-                  refusals (why a step was refused), overflow (which ones loss scaling handles)
-                  perform (one function for each action), action_context (its arguments)
-                  choose_snapshot, rollback (restores it, and replays undone steps)
+                  refusals (why a step was refused, and which ones loss scaling handles)
+                  perform (one function for each action)
+                  rollback (chooses a snapshot, restores it, and replays undone steps)
                   poles (of schedules), state_check (is the state finite?)
     lost runs     monitors, divergence (when to run trials), proof (what they show), trial
-    data          bad_data (bad rows), batchnorm (moving statistics), lagging (do they follow?)
+    data          bad_data (bad rows), batchnorm (moving statistics: do they follow?)
     callbacks     callbacks (what others receive, and results that are not finite)
-    the facts     run, steps (counts, batches), recovery (policy), rates
-                  snapshots, their files (snapshot_files), resume
+    the facts     run, steps (counts, batches, due tasks), recovery (policy), rates
+                  snapshots, snapshot_files (those on disk), resume
                   agreement (one decision in several processes)
 """

@@ -294,6 +294,7 @@ class GuardState(Record):
         policy_state: the state of the policy, for a fit that begins now.
         rates: the changes of each optimizer's rate; `None` for an unchanged one.
         settings: the changed settings of each optimizer by name, with their current values.
+        rollbacks: number of rollbacks so far.
         lowering: why and since when the rates are lowered, for a fit that begins now.
         scale_bounds: floor and ceiling of the loss scale.
     """

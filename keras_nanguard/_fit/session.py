@@ -175,7 +175,7 @@ class Session:
                 started since.
 
         Returns:
-            Whether the step was healthy and no task was due.
+            Whether the step was healthy.
 
         Raises:
             NonFiniteError: if the policy raises.

@@ -52,6 +52,7 @@ class Snapshot:
         good: number of good steps of the fit until then.
         position: the epoch, and the number of its complete batches.
         verified: whether enough good steps have followed.
+        level: the level of the losses before it, `UNKNOWN` if there were too few.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
         generator: the state of the generator that belongs to no variable, or `None`.
         unlisted: functions that restore the variables that Keras does not list, before steps are
