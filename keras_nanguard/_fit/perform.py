@@ -169,18 +169,22 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
     run, undo = context.run, context.run.recovery.restorer()
     changed, reasons = [], []
     first, least = p["global_clipnorm"], p["min_clipnorm"]
-    for optimizer in run.train_state().optimizers:
-        inner = keras_optimizers.inner(optimizer)
-        now = inner.global_clipnorm
-        tight = max(first if now is None or now > first else now * p["factor"], least)
-        if inner.clipnorm or inner.clipvalue:
-            own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
-            reasons.append(f"{inner.name} {own}")
-        elif now is not None and tight >= now:
-            reasons.append(f"{inner.name} already clips at {now:g}, and min_clipnorm is {least:g}")
-        else:
-            run.recovery.change(inner, "global_clipnorm", tight)
-            changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
+    try:
+        for inner in map(keras_optimizers.inner, run.train_state().optimizers):
+            now = inner.global_clipnorm
+            tight = max(first if now is None or now > first else now * p["factor"], least)
+            if inner.clipnorm or inner.clipvalue:
+                reasons.append(f"{inner.name} {own}")
+            elif now is not None and tight >= now:
+                at = f"already clips at {now:g}, and min_clipnorm is {least:g}"
+                reasons.append(f"{inner.name} {at}")
+            else:
+                run.recovery.change(inner, "global_clipnorm", tight)
+                changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
+    except BaseException:  # an optimizer of the user's own may raise
+        undo()
+        raise
     if not changed:
         raise NotDoneError(", ".join(reasons) or "there is no optimizer")
     run.rebuild(undo)

@@ -78,6 +78,7 @@ class Recovery:
         def restore() -> None:
             for key, rate in self.rates.items():
                 rate.restore(factors.get(key, 1.0))
+            self.forget_unchanged_rates()
             self.lowering = lowering
 
         return restore

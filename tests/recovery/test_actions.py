@@ -1,6 +1,7 @@
 """Every action in a running fit, done and skipped."""
 
 import contextlib
+import types
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._fit.perform import PERFORMERS
+from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard.errors import NonFiniteError
 from keras_nanguard.testing import corrupt
@@ -513,6 +515,26 @@ class TestClip:
         model = line(keras.optimizers.SGD(1.0), run_eagerly=True)
         assert walk(model, guard, 3, 5, 7)[-1] == pytest.approx(0.3)
         assert [o[1] for o in outcomes(guard, "clip")] == ["done", "done", "skipped"]
+
+    def test_an_optimizer_that_raises(self):
+        """The others get their setting back, as the step is not compiled with it."""
+        first, odd, recovery = keras.optimizers.SGD(1.0, global_clipnorm=9.0), types.SimpleNamespace(name="odd"), Recovery()
+        state = types.SimpleNamespace(optimizers=[first, odd])
+        context = types.SimpleNamespace(run=types.SimpleNamespace(recovery=recovery, train_state=lambda: state))
+        with pytest.raises(AttributeError):
+            PERFORMERS["clip"](context, {"global_clipnorm": 0.5, "factor": 0.5, "min_clipnorm": 0.1})
+        assert first.global_clipnorm == 9.0 and not recovery.changed
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_a_rate_that_has_returned_leaves_nothing_to_do_before_each_step(lowers):
+    recovery, optimizer = Recovery(), keras.optimizers.SGD(0.1)
+    undo, rate = recovery.rates_restorer(), recovery.rate(optimizer)
+    if lowers:
+        rate.lower(0.5, 0.0, 0.0)
+        assert rate.value == pytest.approx(0.05)
+    undo()
+    assert rate.value == pytest.approx(0.1) and recovery.rates == {}
 
 
 class TestFixLossScale:
