@@ -132,7 +132,7 @@ class Lagging:
             StateLostError: if the state could not be restored after the check.
         """
         look = partial(self._look, run, logs, plan)
-        return run.optional("check the moving statistics at a validation", look, lambda: None)
+        return run.optional("", look, lambda: None)
 
     def _look(
         self, run: Run, logs: Any, plan: Mapping[str, Any]

@@ -221,11 +221,11 @@ class Run:
             self.say(line)
 
     def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return the result of a check that training does not need. If it raises, print a line once
-        and return what `otherwise` does: the user's model may not run this way.
+        """Return the result of a check that training does not need. If it raises, return what
+        `otherwise` does: the user's model may not run this way.
 
         Args:
-            what: what the check does, after "cannot".
+            what: what the check does, for a line "cannot ..." that is printed once; `""` for none.
 
         Raises:
             StateLostError: if the state could not be restored after the check.
@@ -235,7 +235,8 @@ class Run:
         except StateLostError:
             raise
         except Exception as error:  # noqa: BLE001  training continues
-            self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
+            if what:
+                self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
             return otherwise()
 
     def lacks_memory(self, what: str, size: float) -> None:

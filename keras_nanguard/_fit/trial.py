@@ -204,7 +204,7 @@ def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
         with trial(run, rates=False) as trying:
             return unknown if trying is None else ask(trying)
 
-    return run.optional("run a step again", tried_once, lambda: unknown)
+    return run.optional("", tried_once, lambda: unknown)
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
