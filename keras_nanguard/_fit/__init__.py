@@ -13,7 +13,8 @@ has one owner, whose methods change it; all others only read it. The files from 
                   poles (of schedules), state_check (is the state finite?)
     lost runs     monitors, divergence (when to run trials), proof (what they show), trial
     data          bad_data (bad rows), batchnorm (moving statistics: do they follow?)
-    callbacks     callbacks (what others receive, and results that are not finite)
+    callbacks     fit_logs (that others receive), firewall (what they save and compare)
+                  results (of evaluate and predict that are not finite)
     the facts     run, steps (counts, batches, due tasks), recovery (policy), rates
                   snapshots, snapshot_files (those on disk), resume
                   agreement (one decision in several processes)

@@ -13,18 +13,10 @@ from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit.batchnorm import Lagging
-from keras_nanguard._fit.callbacks import (
-    OWN,
-    REFUSED,
-    Firewall,
-    bad_arrays,
-    bad_metrics,
-    diagnosed,
-    has_finite,
-    hide_from_progress_bar,
-    numbers,
-)
+from keras_nanguard._fit.firewall import Firewall
+from keras_nanguard._fit.fit_logs import OWN, REFUSED, has_finite, hide_from_progress_bar, numbers
 from keras_nanguard._fit.log import GuardLog
+from keras_nanguard._fit.results import bad_arrays, bad_metrics, diagnosed
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting

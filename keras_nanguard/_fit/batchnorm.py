@@ -23,7 +23,8 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding
-from keras_nanguard._fit.callbacks import numbers, one_batch
+from keras_nanguard._fit.fit_logs import numbers
+from keras_nanguard._fit.results import one_batch
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
     layers as keras_layers,

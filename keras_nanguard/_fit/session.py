@@ -19,7 +19,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.callbacks import FitLogs
+from keras_nanguard._fit.fit_logs import FitLogs
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start

@@ -142,7 +142,7 @@ def words() -> Iterator[str]:
 
 def logs() -> Iterator[str]:
     """The keys that a guard adds to the logs of an epoch."""
-    module = importlib.import_module("keras_nanguard._fit.callbacks")
+    module = importlib.import_module("keras_nanguard._fit.fit_logs")
     yield f"log {module.REFUSED}"
     documentation = importlib.import_module("keras_nanguard").NanGuard.__doc__ or ""
     yield from (f"log {name}" for name in sorted(re.findall(rf"`({module.OWN}\w+)`", documentation)))
