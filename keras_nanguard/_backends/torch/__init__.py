@@ -12,6 +12,7 @@ In addition to the modules that every backend has:
 | `late_writes` | what a step writes in place after its update |
 | `outside_state` | schedulers, scalers and tensors outside of the train state |
 | `state_tensors` | the tensors of a train state by role |
+| `seen` | what the steps have shown about one thing: unknown, no, yes |
 | `step_context` | a step that is about to run, and what earlier ones have shown |
 | `judging` | the verdict on a step: the numbers that are read of it, and what follows |
 | `numeric_errors` | exceptions by which torch reports a bad number |

@@ -18,6 +18,7 @@ from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, places, read_update
 from keras_nanguard._backends.torch.late_writes import LateWrites
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.seen import Seen
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import Learned, StepContext
 from keras_nanguard._backends.torch.undo_log import is_undone_as_a_whole
@@ -101,7 +102,7 @@ class BodyRun:
         self.updates.append(record)
         with self.late_writes.during(record):
             self.created.extend(record.run())
-        if not (context.definition.stock or context.learned.continues):
+        if not (context.definition.stock or context.learned.continues is Seen.YES):
             self.after_update = context.versions_now()
 
     def around_backward(self) -> contextlib.AbstractContextManager[None]:
@@ -236,33 +237,33 @@ def learned_from(context: StepContext, ran: BodyRun, judged: Judged) -> Learned:
     uncounted += _not_updated(context.written_uncounted(), ran.updates)
     continues = _continues(context, ran)
     context.log.gradients.note_writes()
-    adds, known = context.log.gradients.added_by_hand, context.learned.adds_by_hand
     is_one_of_several = context.definition.run.agreement.count > 1
     return replace(
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
         tolerated=before.tolerated | judged.constants,
-        keeps_undo=judged.any_continues if is_one_of_several else continues is not False,
+        keeps_undo=judged.any_continues if is_one_of_several else continues.is_possible,
         steps=before.steps + 1,
         stale=bool(context.log.created),
         unread={},
         continues=continues,
         uncounted={**before.uncounted, **{id(t): t for t in uncounted}},
-        adds_by_hand=adds if adds or known is None else known,
+        adds_by_hand=before.adds_by_hand.then(context.log.gradients.added_by_hand),
     )
 
 
-def _continues(context: StepContext, ran: BodyRun) -> bool | None:
+def _continues(context: StepContext, ran: BodyRun) -> Seen:
     """Return whether the body continues after its first update, see `Learned`."""
     before, updates = context.learned.continues, ran.updates
     if context.definition.stock:
-        return False
-    if before or not updates:
+        return Seen.NO
+    if before is Seen.YES or not updates:
         return before
     has_several = len(context.parts.train_state.optimizers) > 1 or len(updates) > 1
     has_late_losses = not context.intercept.noted or context.intercept.noted > ran.losses_before
     is_continued = has_several or updates[0].evaluates or has_late_losses
-    return is_continued or ran.late_writes.continues or _writes_after(context, ran)
+    is_continued = is_continued or ran.late_writes.continues
+    return Seen.of(is_continued or _writes_after(context, ran))
 
 
 def _assigned(context: StepContext) -> list[Any]:

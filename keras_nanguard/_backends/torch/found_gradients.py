@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.weak import TensorWeakRef
 
+from keras_nanguard._backends.torch.seen import Seen
 from keras_nanguard._keras.tensors import local
 
 
@@ -20,7 +21,7 @@ class FoundGradients:
         kept: each of these tensors whose gradient is to be restored, with this gradient. `None`
             until the step has added to one, or used one.
         added_by_hand: whether the step has written one before its first backward pass or update
-            that is seen. `None` if it has found none, or is not so far.
+            that is seen. Unknown if it has found none, or is not so far.
     """
 
     def __init__(self, holders: Iterable[Any]):
@@ -28,17 +29,17 @@ class FoundGradients:
         found = [(p, p.grad) for p in holders if p.grad is not None]
         self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in found]
         self.kept: list[tuple[Any, Any]] | None = None
-        self.added_by_hand: bool | None = None
+        self.added_by_hand = Seen.UNKNOWN
 
     def note_writes(self) -> None:
         """Note whether the step has written them. Of those that are kept already forget the ones
         that it has cleared or replaced.
         """
-        if self.added_by_hand is not None or not self._found:
+        if self.added_by_hand is not Seen.UNKNOWN or not self._found:
             return
         found = [(p, ref(), version) for p, ref, version in self._found]
         written = {id(g) for _, g, v in found if g is not None and _version_of(g) != v}
-        self.added_by_hand = bool(written)
+        self.added_by_hand = Seen.of(bool(written))
         if self.kept is not None:
             self.kept = [(p, g) for p, g in self.kept if p.grad is g or id(g) in written]
 

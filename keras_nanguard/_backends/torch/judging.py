@@ -175,7 +175,7 @@ def _agreed(
     continue, the means of their verdicts, and whether one of them has news.
     """
     agreement = context.definition.run.agreement
-    continues = context.learned.continues is not False
+    continues = context.learned.continues.is_possible
     if agreement.count == 1:
         return ruling, continues, own, False
     careful = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK]

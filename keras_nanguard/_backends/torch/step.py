@@ -224,9 +224,9 @@ class Transaction(StepDefinition):
                 learned,
                 steps=min(learned.steps, 1),
                 stale=True,
-                continues=learned.continues or None,
+                continues=learned.continues.of_another_body(),
                 keeps_undo=True,
-                adds_by_hand=learned.adds_by_hand or None,
+                adds_by_hand=learned.adds_by_hand.of_another_body(),
             )
 
     def follow(self, previous: interface.Transaction) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.torch.intercept import Intercept
+from keras_nanguard._backends.torch.seen import Seen
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
@@ -37,21 +38,21 @@ class Learned(interface.Learned):
             an action may have replaced until then.
         continues: whether the body may continue after its first update in a way that can make the
             step bad: with another update, loss or statistic, or because its loss is known at its
-            end only; or in a way in which it must not wait for other processes before. `None` until
-            it has updated. A body with several optimizers may.
+            end only; or in a way in which it must not wait for other processes before. Unknown
+            until it has updated. A body with several optimizers may.
         uncounted: those of the untracked tensors whose writes torch does not count (`p.data.mul_`).
         adds_by_hand: whether the body adds to the gradients that it finds without a backward pass
             that is seen (`p.grad += new`, a compiled body), so that they are kept before each step.
-            `None` until it has found some.
+            Unknown until it has found some.
     """
 
     keeps_undo: bool = True
     steps: int = 0
     stale: bool = True
-    continues: bool | None = None
+    continues: Seen = Seen.UNKNOWN
     unread: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     uncounted: Mapping[int, Any] = field(default_factory=dict)
-    adds_by_hand: bool | None = None
+    adds_by_hand: Seen = Seen.UNKNOWN
 
     @property
     def is_fresh(self) -> bool:
@@ -169,7 +170,7 @@ def _undo_log(
     if is_compiled:
         uncounted, kept = [*uncounted, *parts.small_state, *kept], []
     log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
-    if learned.adds_by_hand is not False:
+    if learned.adds_by_hand.is_possible:
         log.keep_gradients()
     attributes = parts.attributes(every=learned.is_fresh)
     log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
