@@ -69,7 +69,7 @@ class Rate:
 
     @property
     def unchanged(self) -> bool:
-        """Whether neither the rate nor the compiled step is changed."""
+        """Whether neither the rate nor the compiled step was ever changed."""
         return self._left is None and self._scale is None and self.factor == 1.0
 
     @property
@@ -110,10 +110,7 @@ class Rate:
     def restore(self, factor: float) -> None:
         """Set the factor to an earlier value; 1 is the rate of a run without the guard."""
         self.hold()
-        if factor < 1 or self.factor < 1:
-            self._set(factor)
-        if self.factor >= 1:
-            self._left = None  # nothing is to be kept before each step
+        self._set(factor)
 
     @contextmanager
     def tried(self, factor: float) -> Iterator[None]:

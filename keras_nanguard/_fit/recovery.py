@@ -78,7 +78,6 @@ class Recovery:
         def restore() -> None:
             for key, rate in self.rates.items():
                 rate.restore(factors.get(key, 1.0))
-            self.forget_unchanged_rates()
             self.lowering = lowering
 
         return restore

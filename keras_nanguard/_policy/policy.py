@@ -158,10 +158,13 @@ class Policy(Record):
                 raise PolicyError(expected(what, f"preset={shown}", remedy))
             if not sections:
                 return source
-            # A storage that is not set may still become "disk" in a run that resumes.
-            given = source.snapshot.model_dump(mode="json", exclude_unset=True)
-            whole = {**source.to_dict(), "snapshot": given}
-            return cls._of(merged(whole, sections), _ARGUMENTS)
+            made = cls._of(merged(source.to_dict(), sections), _ARGUMENTS)
+            given: Any = sections.get("snapshot", {})
+            chosen = source.snapshot.model_fields_set
+            if isinstance(given, Mapping) and not {"storage"} & {*given, *chosen}:
+                # A run that resumes may set what nobody has set.
+                made.snapshot.model_fields_set.discard("storage")
+            return made
         document, name = read_document(source)
         return cls._of(merged(document, sections), _ARGUMENTS if sections else name)
 

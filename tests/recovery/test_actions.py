@@ -526,17 +526,6 @@ class TestClip:
         assert first.global_clipnorm == 9.0 and not recovery.changed
 
 
-@pytest.mark.parametrize("lowers", [False, True])
-def test_a_rate_that_has_returned_leaves_nothing_to_do_before_each_step(lowers):
-    recovery, optimizer = Recovery(), keras.optimizers.SGD(0.1)
-    undo, rate = recovery.rates_restorer(), recovery.rate(optimizer)
-    if lowers:
-        rate.lower(0.5, 0.0, 0.0)
-        assert rate.value == pytest.approx(0.05)
-    undo()
-    assert rate.value == pytest.approx(0.1) and recovery.rates == {}
-
-
 class TestFixLossScale:
     @pytest.mark.parametrize(("before", "after"), [(0.0, 4.0), (np.inf, 64.0), (np.nan, 64.0), (2.0**30, 64.0), (16.0, 16.0)])
     def test_bounds(self, before, after):

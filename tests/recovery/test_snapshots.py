@@ -373,6 +373,12 @@ class TestResume:
         assert guard.policy.snapshot.storage == "disk"
         assert guard.policy.rules == Policy.load(policy).rules
 
+    def test_a_policy_over_another_keeps_its_snapshots(self):
+        """Also what no one has set: `long-run` has other defaults."""
+        source = Policy.load("long-run")
+        source = source.model_copy(update={"snapshot": type(source.snapshot)(every=10)})
+        assert Policy.load(source, limits=[]).snapshot == source.snapshot
+
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):

@@ -136,11 +136,12 @@ def run(context: StepContext, args: Sequence[Any]) -> BodyRun:
         if ran.can_be_undone and isinstance(error, Exception) and is_numeric(error):
             ran.outputs, ran.raised = None, True
             return ran
-        if ran.can_be_undone:
-            log.give_back()
-        if definition.run.agreement.count > 1 and isinstance(error, Exception):
-            host.leave(error)
-        ran.release()
+        with contextlib.ExitStack() as ending:  # the last one first, even if it raises
+            ending.callback(ran.release)
+            if definition.run.agreement.count > 1 and isinstance(error, Exception):
+                ending.callback(host.leave, error)
+            if ran.can_be_undone:
+                ending.callback(log.give_back)
         raise
     finally:
         for pair in log.created:
