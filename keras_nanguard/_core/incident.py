@@ -200,7 +200,6 @@ class Outcome:
         action: name of the action.
         status: `"done"` or `"skipped"`.
         detail: what was done, or why it was not.
-        state: of the end of training, which state was or could not be restored; `""` if none was.
 
     Raises:
         ValueError: if `status` is neither.
@@ -211,7 +210,6 @@ class Outcome:
     action: str
     status: Literal["done", "skipped"]
     detail: str = ""
-    state: str = ""
 
     def __post_init__(self) -> None:
         _one_of(self.status, ("done", "skipped"), "status")

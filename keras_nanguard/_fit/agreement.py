@@ -150,7 +150,7 @@ class Agreement:
         """
         if self.count == 1:
             return outcomes
-        own = [[o.status, o.detail[:MAX_TEXT], o.state[:MAX_TEXT]] for o in outcomes]
+        own = [[o.status, o.detail[:MAX_TEXT]] for o in outcomes]
         messages = self._exchange(own, "the outcomes of the actions")
         for number, outcome in enumerate(outcomes):
             done = [message[number][0] == "done" for message in messages]
@@ -161,8 +161,7 @@ class Agreement:
                 what = f"{outcome.action} on all processes"
                 remedy = "Restart them from a checkpoint."
                 raise GuardError(expected(what, received, remedy))
-        first = zip(outcomes, messages[0])
-        return tuple(replace(o, detail=detail, state=state) for o, (_, detail, state) in first)
+        return tuple(replace(o, detail=detail) for o, (_, detail) in zip(outcomes, messages[0]))
 
     def snapshot(self, snapshot: Snapshot | None, ring: Ring) -> Snapshot | None:
         """Return the snapshot to restore, which all processes have; `None` if there is none."""

@@ -45,16 +45,15 @@ class Done(NamedTuple):
     """The result of an action that was done.
 
     Attributes:
-        text: what was done, in words.
+        text: what was done, in words. The printed line has that of a lowered rate, and of the end
+            of training the clause about `the state` that was to be restored.
         restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
-        state: as in an `Outcome`.
     """
 
     text: str
     restored: Snapshot | None = None
     rerun: Rerun | None = None
-    state: str = ""
 
 
 def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
@@ -93,7 +92,7 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
     if name in WRITES_PARTS:
         context.run.recent.restart()
-    return Outcome(name, "done", done.text, done.state), done
+    return Outcome(name, "done", done.text), done
 
 
 def _rates(run: Run) -> dict[int, float]:
@@ -336,11 +335,9 @@ def _restore_last_good(context: ActionContext) -> Done:
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
-        failed = f"{state} not restored: {type(problem).__name__}: {problem}"
-        return Done(failed, state=failed)
+        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
     again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-    restored = f"{state} restored{again}"
-    return Done(restored, snapshot, rerun, restored)
+    return Done(f"{state} restored{again}", snapshot, rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

@@ -162,7 +162,8 @@ def _change(outcome: Outcome) -> str:
     if outcome.status != "done":
         return NOT_DONE.get(outcome.action, "")
     if ENDS.get(outcome.action) == "stopped":
-        return outcome.state
+        clauses = outcome.detail.split("; ")
+        return next((clause for clause in clauses if clause.startswith("the state ")), "")
     return CHANGES.get(outcome.action, "").format(detail=outcome.detail)
 
 
