@@ -242,10 +242,8 @@ def output_names(model: Any) -> list[str]:
     sequential model its key in a dict, or the name of its layer; in others as far as the model
     names them.
     """
-    tensors, known = (
-        _symbolic(getattr(model, "outputs", None)),
-        getattr(model, "output_names", None),
-    )
+    tensors = _symbolic(getattr(model, "outputs", None))
+    known = getattr(model, "output_names", None)
     if not tensors:
         return [str(name) for name in known] if isinstance(known, (list, tuple)) else []
     structure = getattr(model, "_outputs_struct", None)

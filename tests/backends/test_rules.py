@@ -40,7 +40,7 @@ def test_two_scales_are_valid_if_both_are(ops, number):
     scales = [2.0, 2.0**-14, 0.0, -1.0, NAN, INF, -INF]
     with np.errstate(all="ignore"):
         for one, other in itertools.product(scales, repeat=2):
-            found = float(rules.common_scale(ops, number(one), number(other)))
+            found = float(rules.common_scale(ops, [number(one), number(other)], 1.0))
             if math.isfinite(one) and math.isfinite(other):
                 assert found == min(one, other)
             else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -143,8 +142,8 @@ class StepTrace:
         self.sites |= dict.fromkeys(self._indices(train_state.slots), "slots")
         indices = self._indices(scale for scale, _ in train_state.scales)
         scales = [jnp.asarray(self.old[i]).astype(self.dtype) for i in indices]
-        common = partial(rules.common_scale, reductions.OPERATIONS)
-        self.scale = reduce(common, scales) if scales else jnp.ones((), self.dtype)
+        one = jnp.ones((), self.dtype)
+        self.scale = rules.common_scale(reductions.OPERATIONS, scales, one)
 
     def complete(self) -> Computed:
         """Run the transaction."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 MIN_LOSS_SCALE = 2.0**-14
@@ -63,9 +64,16 @@ def scale_is_valid(ops: Operations, scale: Any) -> Any:
     return ops.isfinite(scale) & (scale > 0)
 
 
-def common_scale(ops: Operations, one: Any, other: Any) -> Any:
-    """Return the smaller of two loss scales, or the one that is not finite."""
-    return ops.where(ops.isfinite(one) & ops.isfinite(other), ops.minimum(one, other), one + other)
+def common_scale(ops: Operations, scales: Sequence[Any], without: Any) -> Any:
+    """Return the smallest loss scale, one that is not finite if there is any, `without` if there is
+    none.
+    """
+
+    def worse(one: Any, other: Any) -> Any:
+        both = ops.isfinite(one) & ops.isfinite(other)
+        return ops.where(both, ops.minimum(one, other), one + other)
+
+    return reduce(worse, scales) if scales else without
 
 
 def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any = False) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -246,8 +245,7 @@ class ReplicaTrace:
             *(reductions.total((v.value for v in part), kind) for part in after),
         ]
         scales = [tf.cast(scale, kind) for _, scale, _ in body.scales]
-        common = partial(rules.common_scale, reductions.OPERATIONS)
-        scale = reduce(common, scales) if scales else tf.ones((), kind)
+        scale = rules.common_scale(reductions.OPERATIONS, scales, tf.ones((), kind))
         paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
         found = [("outputs", name, tensor) for name, tensor in seen.outputs]
         found += [("gradients", v.path, gradient) for gradient, v in pairs]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial, reduce
 from typing import Any
 
 from keras_nanguard._backends.interface import Agreement
@@ -140,7 +139,6 @@ def _verdict(
     """Return the verdict of this process, from norms by site and all loss scales before the step;
     `squares` is half the sum of those of gradients.
     """
-    common = partial(rules.common_scale, rules.NUMBERS)
     return Verdict(
         False,
         loss=loss,
@@ -148,7 +146,7 @@ def _verdict(
         statistics=norms["statistics"],
         weights=norms.get("weights", 0.0),
         slots=norms.get("slots", 0.0),
-        scale=reduce(common, scales) if scales else 1.0,
+        scale=rules.common_scale(rules.NUMBERS, scales, 1.0),
     )
 
 
