@@ -58,8 +58,8 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._diagnose.examination import diagnose
 
-    with preserved(variables, model):
-        try:
+    try:
+        with preserved(variables, model):
             for x, y, weights in itertools.islice(_batches(), BATCHES):
                 predicted = model(x, training=False)
                 if not _finite(predicted):
@@ -67,11 +67,11 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
                 is_scored = y is not None and model.compiled
                 if is_scored and not _finite(model.compute_loss(x, y, predicted, weights)):
                     return diagnose(model, x, y, weights).diagnosis
-        except StateLostError:
-            raise
-        except Exception as error:  # noqa: BLE001
-            why = f"The diagnosis failed: {type(error).__name__}: {error}"
-            return Diagnosis("unknown", evidence=(why,))
+    except StateLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        why = f"The diagnosis failed: {type(error).__name__}: {error}"
+        return Diagnosis("unknown", evidence=(why,))
     return None
 
 

@@ -259,3 +259,16 @@ def test_a_restorer_that_raises_skips_no_other(monkeypatch):
     with pytest.raises(StateLostError):
         recalibrate(model, np.ones((8, 4), "float32"))
     zoo.assert_same([keras_variables.read(norm.moving_variance)], [before])
+
+
+def test_a_result_whose_diagnosis_cannot_copy_the_state(monkeypatch):
+    """The incident says so, and neither the validation nor the fit ends."""
+
+    def preserved(*args):
+        raise MemoryError
+
+    model, x = small(), np.ones((64, 4), "float32")
+    guard = NanGuard("observe", verbose=0)
+    monkeypatch.setattr(replay, "preserved", preserved)
+    model.fit(x, x[:, :1], verbose=0, validation_data=(x * np.nan, x[:, :1]), callbacks=[guard])
+    assert "The diagnosis failed: MemoryError" in str(guard.incidents[0].diagnosis.evidence)
