@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import nan
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +52,21 @@ class Learned:
     changes_outside: bool = False
 
 
+class Executed(NamedTuple):
+    """What a guarded step has returned.
+
+    Attributes:
+        outputs: its outputs; logs, if a Keras trainer runs it.
+        verdict: its verdict, or that of the last of several steps in one execution.
+        arguments: its arguments, as `Transaction.batch` takes them; `None` if the host does not
+            have them.
+    """
+
+    outputs: Any
+    verdict: Verdict
+    arguments: Any
+
+
 class Transaction:
     """A train step that commits completely or is refused, as the host uses it between two
     executions. This class itself stands for the step of a run before it is created.
@@ -61,11 +76,6 @@ class Transaction:
 
     run: Run
     """The facts of the run that it belongs to."""
-
-    given: Any = None
-    """The arguments of the step whose verdict was read last, or that has raised; `None` if the host
-    does not have them.
-    """
 
     replayed: Callable[..., Any]
     """The step for replays: a function of its batch that reads and writes the variables, and
@@ -84,8 +94,12 @@ class Transaction:
     reused = False
     """Whether it was traced for an earlier run."""
 
-    def take_reports(self) -> list[Report]:
-        """Return and remove the reports of bad steps, in the order of the steps. Never waits."""
+    def take_reports(self, arguments: Any = None) -> list[Report]:
+        """Return and remove the reports of bad steps, in the order of the steps. Never waits.
+
+        Args:
+            arguments: those of the last step, as it has returned them.
+        """
         raise NotImplementedError
 
     def keys_of(self, variable: Any) -> Iterable[int]:
@@ -150,9 +164,13 @@ class Transaction:
 
     # Backends whose batches may be written over after the step
 
-    def batch(self, given: Any) -> Any:
-        """Return the arguments of an earlier step, given its `given`; `None` if they are gone."""
-        return given
+    def batch(self, arguments: Any) -> Any:
+        """Return the arguments of an earlier step as they were given; `None` if they are gone.
+
+        Args:
+            arguments: those that the step has returned.
+        """
+        return arguments
 
 
 class StateAccess:
@@ -196,8 +214,8 @@ class StateAccess:
         """Return a function that restores the current state outside of the variables."""
         return lambda: None
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        """Run the compiled step on the arguments of an earlier one; return its verdict."""
+    def run_again(self, args: Sequence[Any]) -> Executed:
+        """Run the compiled step on the arguments of an earlier one."""
         raise NotImplementedError
 
 
@@ -440,7 +458,7 @@ class Session(Protocol):
     def before(self, written: bool = True) -> None:
         """Run the tasks before an execution; `written`: variables may have been written since."""
 
-    def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
+    def after(self, executed: Executed, *, state_is_current: bool = True) -> bool:
         """Act on the verdict of a step; return whether it was healthy.
 
         Args:
@@ -457,8 +475,12 @@ class Session(Protocol):
             left_by_step: whether the last step has left a bad state, not other code.
         """
 
-    def note_error(self, error: BaseException) -> None:
-        """Report an error that has ended a step, if it is about the data."""
+    def note_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
+        """Report an error that has ended an execution, if it is about the data.
+
+        Args:
+            args: the arguments of the step that has raised it, if they are known.
+        """
 
     def say_without_effect(self, whose: str) -> None:
         """Print once that a loop continues after the end of training; `whose`: what it has to ask

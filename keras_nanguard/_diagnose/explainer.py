@@ -152,12 +152,14 @@ class Explainer:
         except Exception:  # noqa: BLE001  then a rollback may cure it
             return False
 
-    def of_error(self, error: BaseException) -> tuple[Finding, Diagnosis] | None:
-        """Return finding and diagnosis for an exception raised inside of a step, or `None`."""
+    def of_error(self, error: BaseException, args: Any) -> tuple[Finding, Diagnosis] | None:
+        """Return finding and diagnosis for an exception raised inside of a step, or `None`.
+
+        Args:
+            args: the arguments of the step, if they are known.
+        """
         try:
-            transaction = self.run.access.transaction
-            batch = None if transaction.given is None else transaction.batch(transaction.given)
-            return explain_exception(self.run.model, str(error), batch)
+            return explain_exception(self.run.model, str(error), args)
         except Exception:  # noqa: BLE001  the user's exception is raised unchanged
             return None
 

@@ -83,26 +83,29 @@ class Incidents:
 
     # Detect
 
-    def refused(self, verdict: Verdict, report: Report | None) -> bool:
+    def refused(self, verdict: Verdict, report: Report | None, arguments: Any) -> bool:
         """Count a refused step, and raise its incident unless it is an ordinary overflow.
+
+        Args:
+            arguments: those of the step, as it has returned them.
 
         Returns:
             Whether steps are to run again, this one among them.
         """
         run, step = self._run, self._run.step
         run.counts.refuse()
-        refusal = self.refusals.classify(verdict, report)
+        refusal = self.refusals.classify(verdict, report, arguments)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
             _, replays = self.handle(left)
             self.replays.leave_out(step)
             return replays
-        run.recent.push(step, run.access.transaction.given, refused=True)
+        run.recent.push(step, arguments, refused=True)
         if refusal == "overflow":
             run.counts.overflow()
             return False
-        args, state = run.arguments_to_replay(), (run.counts.committed, run.counts.rollbacks)
+        args, state = run.replayable(arguments), (run.counts.committed, run.counts.rollbacks)
         findings = self.refusals.findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
@@ -118,7 +121,7 @@ class Incidents:
             return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
         return verdict
 
-    def committed_bad_state(self, verdict: Verdict) -> bool | None:
+    def committed_bad_state(self, verdict: Verdict, arguments: Any) -> bool | None:
         """Raise the incident of a step after which a sum over the state is bad; return whether
         steps are to run again, `None` if no entry is bad.
         """
@@ -126,7 +129,7 @@ class Incidents:
         if not findings:
             return None
         run.recording.step(verdict)
-        report = Report(verdict, (), (), run.last_arguments())
+        report = Report(verdict, (), (), run.batch_of(arguments))
         return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
 
     def observed(self, verdict: Verdict, report: Report | None) -> bool:
@@ -143,10 +146,10 @@ class Incidents:
         findings = findings or Report(verdict, (), ()).findings()
         return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
 
-    def of_error(self, error: BaseException) -> None:
-        """Report an exception inside of a step if it is about the data."""
+    def of_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
+        """Report an exception inside of a step if it is about the data; `args` if known."""
         run = self._run
-        explained = self._explain.of_error(error) if self._explain is not None else None
+        explained = self._explain.of_error(error, args) if self._explain is not None else None
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}

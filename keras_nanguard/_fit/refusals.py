@@ -66,15 +66,17 @@ class Refusals:
         self._postponed = self._run.step
         return verdict._replace(statistics=0.0, weights=0.0, slots=0.0)
 
-    def classify(self, verdict: Verdict, report: Report | None) -> Refusal:
-        """Count the overflows in a row; return why a step was refused, in any of the processes."""
+    def classify(self, verdict: Verdict, report: Report | None, arguments: Any) -> Refusal:
+        """Count the overflows in a row; return why a step with these arguments was refused, in any
+        of the processes.
+        """
         run = self._run
         by_previous = report is not None and report.left_by_previous
         by_previous |= self._postponed == run.step - 1
         overflows = bool(run.train_state().scales) and verdict.only_gradients
         streak = run.counts.continue_streak(overflows)
         ordinary = overflows and not findings_in_batch(report, run.model)
-        ordinary = ordinary and is_ordinary(run, streak, verdict.scale)
+        ordinary = ordinary and is_ordinary(run, streak, verdict.scale, arguments)
         by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
             return "left_by_previous"
@@ -124,7 +126,7 @@ class Refusals:
 # Overflows
 
 
-def is_ordinary(run: Run, streak: int, scale: float) -> bool:
+def is_ordinary(run: Run, streak: int, scale: float, arguments: Any) -> bool:
     """Return whether dynamic loss scaling handles the last step, in which nothing but the gradients
     is bad.
 
@@ -133,6 +135,7 @@ def is_ordinary(run: Run, streak: int, scale: float) -> bool:
 
     Args:
         streak: number of such steps in a row.
+        arguments: those of the step, as it has returned them.
     """
     scaling, last_scale = run.policy.loss_scale, run.history.scale
     if streak == 1 and run.scan(before=True):
@@ -140,7 +143,7 @@ def is_ordinary(run: Run, streak: int, scale: float) -> bool:
     if scaling.is_expected_overflow(streak, scale, last_scale):
         return True
     too_high = scaling.is_too_high(scale * 0.5, last_scale)
-    ordinary = not too_high and _is_finite_at(run, MIN_LOSS_SCALE)
+    ordinary = not too_high and _is_finite_at(run, MIN_LOSS_SCALE, arguments)
     if ordinary:
         run.counts.continue_streak(False)
     return ordinary
@@ -156,12 +159,15 @@ def needs_low_scale(run: Run) -> bool:
     with run.access.variables_readable():
         scales = [float(keras_variables.read(scale)) for scale, _ in run.train_state().scales]
     low = [scale for scale in scales if MIN_LOSS_SCALE <= scale < scaling.floor]
-    return bool(low) and not _is_finite_at(run, max(scaling.floor, MUCH_HIGHER * min(low)))
+    if not low:
+        return False
+    higher = max(scaling.floor, MUCH_HIGHER * min(low))
+    return not _is_finite_at(run, higher, run.recent.newest)
 
 
-def _is_finite_at(run: Run, loss_scale: float) -> bool:
+def _is_finite_at(run: Run, loss_scale: float, arguments: Any) -> bool:
     """Return whether the last step is finite at another loss scale, as far as is known."""
-    args = run.arguments_to_replay()
+    args = run.replayable(arguments)
     if args is None:
         return False
     return tried(run, lambda trying: trying.is_finite_at(loss_scale, args), False)

@@ -16,9 +16,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends import current, processes
+from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._core.verdict import Report
 from keras_nanguard._fit.poles import Poles
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
@@ -269,8 +270,8 @@ class ReplayQueue:
         else:  # it is passed over once the steps before it have run again
             self._batches.insert(step - run.step, None)
 
-    def step(self) -> Verdict | None:
-        """Run the next step again and return its verdict; `None` if it is passed over."""
+    def step(self) -> Executed | None:
+        """Run the next step again; return `None` if it is passed over."""
         run, args = self._run, self._batches.popleft()
         if run.step == run.counts.epoch_start and not self._metrics:
             self._begin_metrics()

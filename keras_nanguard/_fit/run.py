@@ -148,19 +148,18 @@ class Run:
         """Whether steps can run again, without a change of something that snapshots do not have."""
         return self.access.can_run_again and not self.access.transaction.learned.changes_outside
 
-    def last_arguments(self) -> Any:
-        """Return the arguments of the last step as they were given; `None` if they are gone, as
-        after `rebuild`.
-        """
-        transaction = self.access.transaction
-        return None if transaction.given is None else transaction.batch(transaction.given)
+    def batch_of(self, arguments: Any) -> Any:
+        """Return the arguments of a step as they were given; `None` if they are gone.
 
-    def arguments_to_replay(self) -> Any:
-        """Return the arguments of the last step, `None` if they are gone or it cannot be
-        replayed.
+        Args:
+            arguments: those that the step has returned.
         """
+        return None if arguments is None else self.access.transaction.batch(arguments)
+
+    def replayable(self, arguments: Any) -> Any:
+        """Return the same as `batch_of`, but `None` if the step cannot be replayed."""
         gone = processes.count() > 1 or not self.access.can_run_again
-        return None if gone else self.last_arguments()
+        return None if gone else self.batch_of(arguments)
 
     # The train state
 

@@ -16,6 +16,7 @@ from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keras_nanguard._backends import current
+from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -167,7 +168,7 @@ class Session:
 
     # After a step
 
-    def after(self, verdict: Verdict, *, state_is_current: bool = True) -> bool:
+    def after(self, executed: Executed, *, state_is_current: bool = True) -> bool:
         """Read the verdict of the last step and act on it.
 
         Args:
@@ -180,20 +181,20 @@ class Session:
         Raises:
             NonFiniteError: if the policy raises.
         """
-        run, counts = self.run, self.run.counts
+        run, counts, verdict = self.run, self.run.counts, executed.verdict
         refused, loss, gradients, statistics, weights, slots, scale, _, _ = verdict
         total = loss + gradients + statistics + weights + slots
         bad = refused or not (isfinite(total) and 0.0 < scale < inf)
         news = run.agreement.news or run.created is not None
         healthy = not (bad or news or run.access.transaction.counted)
         if healthy:
-            self._count_committed(verdict)
+            self._count_committed(verdict, executed.arguments)
             counts.advance()
         elif run.agreement.all_see(verdict):
-            self._then_replay(lambda: self._judge_execution(verdict))
+            self._then_replay(lambda: self._judge_execution(executed))
         else:
-            verdict = self.incidents.refusals.postponed(verdict)
-            return self.after(verdict, state_is_current=state_is_current)
+            executed = executed._replace(verdict=self.incidents.refusals.postponed(verdict))
+            return self.after(executed, state_is_current=state_is_current)
         if counts.step >= run.due.next and (state_is_current or not healthy):
             self._run_due()
         return healthy
@@ -222,26 +223,26 @@ class Session:
         replays, completed = self.incidents.replays, False
         try:
             while replays.goes_on and not interrupted:
-                verdict = replays.step()
-                if verdict is not None:
-                    self.after(verdict)
+                executed = replays.step()
+                if executed is not None:
+                    self.after(executed)
             completed = not interrupted
         finally:
             self.incidents.end_replays(completed)
 
-    def _judge_execution(self, verdict: Verdict) -> None:
+    def _judge_execution(self, executed: Executed) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
         after which other processes have news.
         """
-        run = self.run
+        run, verdict, arguments = self.run, executed.verdict, executed.arguments
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
         if run.access.transaction.counted:
             self._judge_many(verdict)
             return
         bad = verdict.refused or not verdict.finite
-        reports = run.access.transaction.take_reports() if bad else ()
-        if self._judge(verdict, reports[-1] if reports else None):
+        reports = run.access.transaction.take_reports(arguments) if bad else ()
+        if self._judge(verdict, reports[-1] if reports else None, arguments):
             return  # the step runs again
         run.counts.advance()
         if run.agreement.news:
@@ -270,26 +271,26 @@ class Session:
         if now is not transaction:  # compiled again before all steps were counted
             now.recount(end)
 
-    def _judge(self, verdict: Verdict, report: Report | None) -> bool:
+    def _judge(self, verdict: Verdict, report: Report | None, arguments: Any = None) -> bool:
         """Count a step or raise its incident; return whether steps are to run again, this one
         among them.
         """
         run, incidents = self.run, self.incidents
         run.counts.judge(verdict.refused)
         if verdict.refused:
-            return incidents.refused(verdict, report)
+            return incidents.refused(verdict, report, arguments)
         if verdict.finite:
-            self._count_committed(verdict)
+            self._count_committed(verdict, arguments)
             return False
         if not run.refuses:
             return incidents.observed(verdict, report)
-        replays = incidents.committed_bad_state(verdict)
+        replays = incidents.committed_bad_state(verdict, arguments)
         if replays is None:
-            self._count_committed(verdict)
+            self._count_committed(verdict, arguments)
         run.access.transaction.resume()
         return bool(replays)
 
-    def _count_committed(self, verdict: Verdict) -> None:
+    def _count_committed(self, verdict: Verdict, arguments: Any) -> None:
         """Count a committed step. This runs in every step."""
         run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
@@ -297,7 +298,7 @@ class Session:
         updated = verdict.weights + verdict.slots
         run.history.push(step, loss, gradients, scale, verdict.statistics, updated)
         run.recording.push(step, loss, gradients, scale)
-        run.recent.push(step, run.access.transaction.given)
+        run.recent.push(step, arguments)
         if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
             run.due.plan("checks", step + 1)
 
@@ -339,10 +340,14 @@ class Session:
         """Note that the fit has ended normally, or the steps without a fit so far."""
         self.finished = True
 
-    def note_error(self, error: BaseException) -> None:
-        """Report an error that has ended a step, if it is about the data."""
+    def note_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
+        """Report an error that has ended an execution, if it is about the data.
+
+        Args:
+            args: the arguments of the step that has raised it, if they are known.
+        """
         self.finished = False
-        self.incidents.of_error(error)
+        self.incidents.of_error(error, args)
 
     def say_without_effect(self, whose: str) -> None:
         """Print once that a loop continues after the end of training; `whose`: what it has to ask

@@ -225,10 +225,14 @@ class RecentBatches:
     Args:
         batch: returns the arguments of a step as they were given, from the form in which its
             transaction stores them; `None` if they are gone.
+
+    Attributes:
+        newest: the arguments of the last step in this form, even if they are too large to be
+            remembered for longer.
     """
 
     def __init__(self, batch: Callable[[Any], Any]):
-        self._batch = batch
+        self._batch, self.newest = batch, None
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
 
@@ -237,7 +241,7 @@ class RecentBatches:
 
         Those of a `refused` step may be replayed after a rollback.
         """
-        entries = self._entries
+        entries, self.newest = self._entries, given
         last = entries[-1] if entries else None
         if last is not None and last.given is given:
             size, entries[-1] = last.size, last._replace(size=0)
@@ -256,7 +260,7 @@ class RecentBatches:
     def restart(self) -> None:
         """Remove everything, because the next step starts from another state."""
         self._entries.clear()
-        self._bytes = 0
+        self._bytes, self.newest = 0, None
 
     def return_to(self, step: int) -> None:
         """Remove the steps from this one on, which are to be replayed."""

@@ -147,7 +147,7 @@ class Trial:
         """Run one step; return its loss, infinity if it was refused."""
         access, began = self._run.access, time.monotonic()
         self._again()
-        verdict = access.run_again(args)
+        verdict = access.run_again(args).verdict
         access.sync_variables()
         self._seconds.append(time.monotonic() - began)
         return verdict.loss if verdict.finite and not verdict.refused else math.inf

@@ -81,7 +81,6 @@ def run(transaction, given, several=1, way=""):
     logs, verdicts, reports = [], [], []
     for start in range(0, len(given), several):
         now = given[start : start + several]
-        transaction.given = (now[0],)
         try:
             result = execute(*now)
         except Retrace as found:
@@ -92,7 +91,7 @@ def run(transaction, given, several=1, way=""):
         logs.append({key: float(value) for key, value in told.items()})
         verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
         assert str(verdicts[-1]) == str(verdict)
-        reports += transaction.take_reports()
+        reports += transaction.take_reports((now[0],))
     return logs, verdicts, reports
 
 

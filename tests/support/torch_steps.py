@@ -40,8 +40,9 @@ class Step(Transaction):
     """A transaction that keeps its last verdict."""
 
     def run_step(self, *args):
-        outputs, self.verdict = super().run_step(*args)
-        return outputs, self.verdict
+        executed = super().run_step(*args)
+        self.verdict = executed.verdict
+        return executed
 
 
 def alone(model, body=None, **more):

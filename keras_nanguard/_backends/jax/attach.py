@@ -12,11 +12,10 @@ import jax
 import keras
 import numpy as np
 
-from keras_nanguard._backends.interface import Run, Session
+from keras_nanguard._backends.interface import Executed, Run, Session
 from keras_nanguard._backends.jax.step import StartedStep, Transaction
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import jax_trainer as _trainer
 
 
@@ -110,10 +109,10 @@ class ModelAttachment(attach.Attachment):
             self.pending = started
             return session.logs_for_callbacks(started.computed.outputs)
         if self.run.replacements == replacements:
-            finished, verdict = self._finished(started)
-            if not verdict.halted:
-                session.after(verdict)
-                return session.logs_for_callbacks(finished.computed.outputs)
+            executed = self._finished(started)
+            if not executed.verdict.halted:
+                session.after(executed)
+                return session.logs_for_callbacks(executed.outputs)
         # The step was halted, or the host has replaced its state: it runs again.
         return self.run_guarded(data)
 
@@ -123,9 +122,11 @@ class ModelAttachment(attach.Attachment):
     def _without_skipped(self, data: Any) -> Any:
         return None if self.session.skip_batches(iter((data,)), 1) else data  # it is one batch
 
-    def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        finished, verdict = self._finished(self._start(data))
-        return finished.computed.outputs, verdict
+    def _arguments(self, data: Any) -> Sequence[Any]:
+        return (data,)
+
+    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
+        return self._finished(self._start(data))
 
     def _start(self, data: Any, after: StartedStep | None = None) -> StartedStep:
         """Start a step, and publish its new state before waiting for it."""
@@ -135,20 +136,14 @@ class ModelAttachment(attach.Attachment):
         transaction.published()
         return started
 
-    def _finished(self, started: StartedStep) -> tuple[StartedStep, Verdict]:
-        """Wait for the verdict of a step, which may have to run again; return the last run of it
-        and its verdict.
-        """
-        verdict = self.transaction.finish(started)
-        if verdict is not None:
-            return started, verdict
-        with self.trainer_state.gathered():
-            return self._finished(self._start(*started.args))
+    def _finished(self, started: StartedStep) -> Executed:
+        """Wait for the verdict of a step, which may have to run again."""
+        executed = self.transaction.finish(started)
+        return self.run_again(started.args) if executed is None else executed
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        (data,) = args
+    def run_again(self, args: Sequence[Any]) -> Executed:
         with self.trainer_state.gathered():
-            return self._execute(data)[1]
+            return self._finished(self._start(*args))
 
     def _without_effect(self, data: Any) -> Any:
         """Return logs without a step, because Keras has already taken the batch."""
@@ -167,9 +162,10 @@ class ModelAttachment(attach.Attachment):
         """
         pending = self.pending
         assert pending is not None
-        finished, verdict = self._finished(pending)
+        first = self.transaction.finish(pending)
+        executed = self.run_again(pending.args) if first is None else first
         self.pending = None
-        return self.session.after(verdict, state_is_current=last) and finished is pending
+        return self.session.after(executed, state_is_current=last) and first is not None
 
     def _rescue(self) -> None:
         for computed in getattr(self.transaction, "unpublished", ()):
@@ -226,10 +222,10 @@ class LoopStep(attach.LoopStep):
         self.session.before(written=state is not previous)
         return self._run(batch, kwargs), self._taken()
 
-    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        computed, verdict = self.transaction(self._taken(), args, kwargs)
-        self.state, self.synced = computed.state, False
-        return computed.outputs, verdict
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executed:
+        self.state, executed = self.transaction(self._taken(), args, kwargs)
+        self.synced = False
+        return executed
 
     def loop_state_restorer(self) -> Callable[[], None]:
         """Return a function that restores the loop's own keys, averages and counters, which exist

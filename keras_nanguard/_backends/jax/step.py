@@ -59,7 +59,6 @@ class Transaction(TracedStep):
         shardings: shardings of the arrays of the state; `None` if they are on one device.
 
     Attributes:
-        given: the arguments of the last step whose verdict was read.
         facts: the facts that the last trace has found; `None` before the first step.
         unpublished: what the program has computed, until the caller has the new state. A signal
             handler that raises finds it here.
@@ -87,7 +86,6 @@ class Transaction(TracedStep):
         self.unpublished: list[Computed] = []
         self.facts: Facts | None = None
         self.has_hidden_state = jit
-        self.given: Any = None
         self._bad: tuple[StartedStep, Verdict] | None = None
         self._compile()
 
@@ -122,13 +120,15 @@ class Transaction(TracedStep):
 
     # Running a step
 
-    def __call__(self, state: Any, *args: Any) -> tuple[Computed, Verdict]:
-        """Run the step, and wait for its verdict; the arguments are those of `start`."""
+    def __call__(self, state: Any, *args: Any) -> tuple[Any, interface.Executed]:
+        """Run the step, and wait for its verdict; the arguments are those of `start`. Return the
+        state to continue with, and the result.
+        """
         started = self.start(state, *args)
-        verdict = self.finish(started)
-        if verdict is None:
+        executed = self.finish(started)
+        if executed is None:
             return self(started.computed.state, *args)
-        return started.computed, verdict
+        return started.computed.state, executed
 
     def start(self, state: Any, *args: Any, after: StartedStep | None = None) -> StartedStep:
         """Start the step.
@@ -141,13 +141,13 @@ class Transaction(TracedStep):
         halt = self._go if after is None else after.computed.halt
         return StartedStep(self._run(state, halt, *args), held(args))
 
-    def finish(self, started: StartedStep) -> Verdict | None:
+    def finish(self, started: StartedStep) -> interface.Executed | None:
         """Wait for the verdict of a started step.
 
         Returns:
-            Its verdict. `None` if it has none: its numbers are finite, but so large that only its
-                update can show the result. Then run it again; from then on steps read their updates
-                before they commit.
+            What it has returned. `None` if it has no verdict: its numbers are finite, but so large
+                that only its update can show the result. Then run it again; from then on steps read
+                their updates before they commit.
         """
         verdict = Verdict.of(np.asarray(started.computed.vector).tolist())
         (facts,) = started.computed.counts
@@ -159,9 +159,8 @@ class Transaction(TracedStep):
         self.facts, self.has_hidden_state = facts, self.jit and facts.calls_host
         if facts.keeps_undo and not self.learned.keeps_undo:
             self.learned = replace(self.learned, keeps_undo=True)
-        self.given = started.args
         self._bad = None if verdict.finite and not verdict.refused else (started, verdict)
-        return verdict
+        return interface.Executed(started.computed.outputs, verdict, started.args)
 
     def published(self) -> None:
         """Record that the caller has the new state."""
@@ -178,7 +177,7 @@ class Transaction(TracedStep):
         self.unpublished.extend(map(self._program, *each))
         return self.unpublished[0]
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self, arguments: Any = None) -> list[Report]:
         if self._bad is None:
             return []
         (step, verdict), self._bad = self._bad, None
@@ -217,7 +216,7 @@ class Transaction(TracedStep):
 
     def release_run(self) -> None:
         del self.run
-        self.given = self._bad = None
+        self._bad = None
         self.unpublished.clear()
 
     def inherit(self, other: interface.Transaction) -> None:

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 import keras
 
-from keras_nanguard._backends.interface import Session, StateAccess, Transaction
+from keras_nanguard._backends.interface import Executed, Session, StateAccess, Transaction
 from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     optimizers as keras_optimizers,
@@ -119,6 +118,8 @@ class Attachment(StateAccess):
         """Whether the next fit may use the step: nothing that is built into it was changed."""
         self.trace_key: tuple[Any, ...] | None = None
         """How the step was traced, once it is built so that the next fit may use it."""
+        self._running: Sequence[Any] | None = None
+        """The arguments of the running step, if they are known, for an exception that it raises."""
         self._make: Any = None
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
@@ -258,7 +259,9 @@ class Attachment(StateAccess):
             raise
         except BaseException as error:
             self._keepable = False
-            for release in (self._rescue, partial(self.session.note_error, error), self.detach):
+            note = partial(self.session.note_error, error, self._running)
+            self._running = None
+            for release in (self._rescue, note, self.detach):
                 with contextlib.suppress(Exception):  # which must not replace the first one
                     release()
             raise
@@ -278,8 +281,11 @@ class Attachment(StateAccess):
             if self.run.stopped:
                 self._say_without_effect()
                 return self._without_effect(data)
-        logs, verdict = self._execute(data)
-        session.after(verdict)
+        self._running = self._arguments(data)
+        executed = self._execute(data, self._running)
+        self._running = None
+        session.after(executed)
+        logs, verdict, _ = executed
         return session.logs_for_callbacks(
             logs, verdict.loss, verdict.refused and not self.LOGS_RESTORED
         )
@@ -298,8 +304,14 @@ class Attachment(StateAccess):
             return data
         return list(islice(iterator, size - skipped)) or None
 
-    def _execute(self, data: Any) -> tuple[Any, Verdict]:
-        """Run the step; return its logs and its verdict, or that of the last of several."""
+    def _arguments(self, data: Any) -> Sequence[Any] | None:
+        """Return the arguments of the next step, which may take them from this data; `None` if the
+        compiled program takes them.
+        """
+        raise NotImplementedError
+
+    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
+        """Run the step on its arguments, those of this data."""
         raise NotImplementedError
 
     def _shown(self) -> Any:
@@ -319,7 +331,7 @@ class Attachment(StateAccess):
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: Keras needs logs before it stops, those of the last step."""
         with undone(self.run):
-            self._execute(data)
+            self._execute(data, self._arguments(data))
         return self._shown()
 
     def _rescue(self) -> None:
@@ -378,18 +390,18 @@ class LoopStep(StateAccess):
         if self.run.stopped:
             self.session.say_without_effect("guard")
             with undone(self.run):
-                return self._execute(args, kwargs)[0]
-        outputs, verdict = self._execute(args, kwargs)
-        self.session.after(verdict)
-        return outputs
+                return self._execute(args, kwargs).outputs
+        executed = self._execute(args, kwargs)
+        self.session.after(executed)
+        return executed.outputs
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        return self._execute(*args)[1]
+    def run_again(self, args: Sequence[Any]) -> Executed:
+        return self._execute(*args)
 
     def _transaction(self) -> Transaction:
         """Return a transaction around the function."""
         raise NotImplementedError
 
-    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
-        """Run one step; returns its outputs and its verdict."""
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executed:
+        """Run one step."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._backends.interface import Executed, StateAccess
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.intercept import build
@@ -70,19 +70,14 @@ class _Traced(StateAccess):
                 self.transaction.learned = found.learned
                 self._build()
 
-    def _completed(self, inner: Callable[[], Any], given: Any) -> tuple[Any, Verdict]:
-        """Run a step; return its outputs and its verdict.
+    def _completed(self, inner: Callable[[], Any], args: Sequence[Any] | None) -> Executed:
+        """Run a step by a call.
 
         Args:
-            given: its arguments, if the host has them.
+            args: its arguments, if the host has them.
         """
-
-        def call() -> Any:
-            self.transaction.given = given
-            return inner()
-
-        outputs, row = self._traced(call)
-        return outputs, Verdict.of(row.numpy().tolist())
+        outputs, row = self._traced(inner)
+        return Executed(outputs, Verdict.of(row.numpy().tolist()), args)
 
 
 class ModelAttachment(_Traced, attach.Attachment):
@@ -192,10 +187,6 @@ class ModelAttachment(_Traced, attach.Attachment):
     def _made(self) -> tuple[Any, Any]:
         return self.transaction, self.inner
 
-    def detach(self) -> None:
-        super().detach()
-        self.transaction.given = None
-
     def _before_step(self, data: Any) -> None:
         """Run due tasks; create all variables of the step before a saved state is restored."""
         if self.session.start.resuming is not None:
@@ -214,22 +205,26 @@ class ModelAttachment(_Traced, attach.Attachment):
         if spec is not None:
             self._traced(lambda: self.transaction.trace(spec))
 
-    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+    def _arguments(self, data: Any) -> Sequence[Any] | None:
         take = self.transaction.take
-        if take is not None:
-            batch = take(data)
-            return self._run(lambda: self.inner(batch, data), (batch,))
+        return None if take is None else (take(data),)
+
+    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
+        if args is not None:
+            return self._run(lambda: self.inner(*args, data), args)
         of_fit = isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
         # The batch of `train_on_batch` is kept, because a second trace reads it again.
         batches = data if of_fit else list(data)
         return self._run(lambda: self.inner(iter(batches)))
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        return self._run(lambda: self.inner.again(*args), args)[1]
+    def run_again(self, args: Sequence[Any]) -> Executed:
+        return self._run(lambda: self.inner.again(*args), args)
 
-    def _run(self, inner: Callable[[], Any], given: Any = None) -> tuple[Any, Verdict]:
-        logs, verdict = self._completed(inner, given)
-        return self._restored(logs) if verdict.refused else logs, verdict
+    def _run(self, inner: Callable[[], Any], args: Sequence[Any] | None = None) -> Executed:
+        executed = self._completed(inner, args)
+        if not executed.verdict.refused:
+            return executed
+        return executed._replace(outputs=self._restored(executed.outputs))
 
     def _restored(self, logs: Any) -> Any:
         """Return the logs of the restored metrics; a custom log is that of the last good step."""
@@ -334,7 +329,7 @@ class LoopStep(_Traced, attach.LoopStep):
         self.compiled = tf.function(transaction, **how) if compiled else transaction
         return transaction
 
-    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executed:
         if self.signature is not None:
             args, kwargs = self._cast(tuple(self.signature), args, kwargs), {}
         return self._completed(lambda: self.compiled(args, kwargs), held((args, kwargs)))

@@ -64,11 +64,8 @@ class Transaction(TracedStep):
             refused until the host has repaired it.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
-        host_has_batches: the host sets `given`; otherwise each report stores its batch.
+        host_has_batches: otherwise each report stores its batch.
         take: how the host takes the next batch from the iterator, if it does; `testing` wraps this.
-
-    Attributes:
-        given: the arguments of the next or last step, if the host has them.
 
     Calling it returns the outputs of the body, and the row of numbers of its verdict.
     """
@@ -124,8 +121,8 @@ class Transaction(TracedStep):
 
     # For the host, between two runs
 
-    def take_reports(self) -> list[Report]:
-        return self.reports.take(self.given)
+    def take_reports(self, arguments: Any = None) -> list[Report]:
+        return self.reports.take(arguments)
 
     def verdicts(self, start: int, end: int) -> list[Verdict]:
         return self.rows.verdicts(start, end)
@@ -147,7 +144,6 @@ class Transaction(TracedStep):
     def release_run(self) -> None:
         del self.run
         self.take_reports()
-        self.given = None
 
 
 class Rows:

@@ -8,14 +8,13 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._backends.interface import Session
+from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.overrides import Overrides
 
 
@@ -85,19 +84,23 @@ class ModelAttachment(attach.Attachment):
 
     can_run_again = True
 
-    def run_again(self, args: Sequence[Any]) -> Verdict:
-        return self._execute(list(args))[1]
+    def run_again(self, args: Sequence[Any]) -> Executed:
+        return self._execute(list(args), args)
 
-    def _execute(self, data: Any) -> tuple[Any, Verdict]:
+    def _arguments(self, data: Any) -> Sequence[Any]:
+        return tuple(data)
+
+    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
         with self._guarded_step():
-            logs, verdict = self.transaction.run_through(lambda: self._function(data))
-        if verdict is None:
+            executed = self.transaction.run_through(lambda: self._function(data))
+        if executed is None:
             remedy = "Train without NanGuard, or with a Keras that docs/compatibility.md lists."
             found = f"Keras {keras.__version__}, which ran a different step"
             raise GuardError(expected("Keras to run the guarded step", found, remedy))
-        if logs is None:  # it has ended in an exception
+        if executed.outputs is None:  # it has ended in an exception
             logs = self.session.logs.known or self.model.get_metrics_result()
-        return logs, verdict
+            return executed._replace(outputs=logs)
+        return executed
 
 
 class LoopStep(attach.LoopStep):
@@ -124,5 +127,5 @@ class LoopStep(attach.LoopStep):
         jit = function is not self.function
         return step.Transaction(lambda args, kwargs: function(*args, **kwargs), self.run, jit=jit)
 
-    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Verdict]:
+    def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executed:
         return self.transaction.run_step(args, kwargs)

@@ -134,9 +134,8 @@ class Transaction(StepDefinition):
         self.losses = losses_in_logs if of_trainer else scalars
         self.model, self.compiled = run.model if of_trainer else None, compiled
         self.learned = Learned()
-        self.given: Any = None
         self.reports: list[Report] = []
-        self._called: Verdict | None = None
+        self._called: interface.Executed | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
         self._optimizer = self._current_optimizer
 
@@ -145,22 +144,20 @@ class Transaction(StepDefinition):
         return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
-        outputs, self._called = self.run_step(*args)
-        return outputs
+        self._called = self.run_step(*args)
+        return self._called.outputs
 
-    def run_through(self, function: Callable[[], Any]) -> tuple[Any, Verdict | None]:
+    def run_through(self, function: Callable[[], Any]) -> interface.Executed | None:
         """Call a function of Keras that calls the transaction in place of the body. Return its
-        result and the verdict, `None` if it has called another step.
+        result as the outputs of the step; `None` if it has called another step.
         """
         self._called = None
         result = function()
-        verdict, self._called = self._called, None
-        return result, verdict
+        executed, self._called = self._called, None
+        return None if executed is None else executed._replace(outputs=result)
 
-    def run_step(self, *args: Any) -> tuple[Any, Verdict]:
-        """Run one step. Return its outputs, `None` if it has raised an exception about a bad
-        number, and its verdict.
-        """
+    def run_step(self, *args: Any) -> interface.Executed:
+        """Run one step. Its outputs are `None` if it has raised an exception about a bad number."""
         learned = self.learned
         replaced = self._current_optimizer is not self._optimizer
         if replaced:
@@ -168,7 +165,7 @@ class Transaction(StepDefinition):
         if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
             self._optimizer = self._current_optimizer
             self.parts = self.read_parts()
-        self.given = Given.of(args)
+        given = Given.of(args)
         context = StepContext.of(self, self.parts, learned, self._intercept())
         try:
             outputs, verdict, self.learned = self._complete(context, args)
@@ -179,7 +176,7 @@ class Transaction(StepDefinition):
             context.release()
         if not self.learned.changes_outside and self._changes_outside(context.log, outputs):
             self.learned = replace(self.learned, changes_outside=True)
-        return outputs, verdict
+        return interface.Executed(outputs, verdict, given)
 
     def _changes_outside(self, log: UndoLog, outputs: Any) -> bool:
         """Whether the last step has changed something outside of the train state, which is read
@@ -192,7 +189,7 @@ class Transaction(StepDefinition):
     def _complete(
         self, context: StepContext, args: tuple[Any, ...]
     ) -> tuple[Any, Verdict, Learned]:
-        """Run a step; commit or refuse it. Return what `run_step` does, and what the steps have
+        """Run a step; commit or refuse it. Return its outputs, its verdict, and what the steps have
         shown.
         """
         ran = execution.run(context, args)
@@ -237,10 +234,10 @@ class Transaction(StepDefinition):
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
         return bool(unread) and not are_finite(unread, self.read_parts())
 
-    def batch(self, given: Given) -> Any:
-        return tuple(given) if given.is_unchanged else None
+    def batch(self, arguments: Given) -> Any:
+        return tuple(arguments) if arguments.is_unchanged else None
 
-    def take_reports(self) -> list[Report]:
+    def take_reports(self, arguments: Any = None) -> list[Report]:
         reports, self.reports = self.reports, []
         return reports
 
@@ -248,5 +245,4 @@ class Transaction(StepDefinition):
         return (id(variable.value),)
 
     def release_run(self) -> None:
-        self.given = None
         self.learned = replace(self.learned, unread={})

@@ -345,7 +345,8 @@ def test_a_diagnosis_runs_the_compiled_step_again():
 
     def again(model):
         before, kernel = len(traces), np.asarray(model.trainable_variables[0])
-        step, (batch,) = explainer.step_of(guard.session.run), guard.session.run.access.transaction.given
+        run = guard.session.run
+        step, (batch,) = explainer.step_of(run), run.recent.newest
         loss = step.rerun((batch,)).loss
         bad = step.rerun(((batch[0] * np.nan, batch[1]),))
         found.append((np.isfinite(loss), bad.first, len(traces) - before, np.array_equal(kernel, model.trainable_variables[0])))
@@ -367,7 +368,7 @@ def test_a_diagnosis_runs_the_compiled_step_again_with_the_present_rates():
             rate.lower(0.5, 0.0, 0.0)
             session.run.access.rebuild()
             return
-        step, args = session.run.access.transaction, session.run.access.transaction.given
+        step, args = session.run.access.transaction, session.run.recent.newest
         moved = [step.judged(*args).weights]
         rate.lower(1e-3, 0.0, 0.0)
         moved.append(step.judged(*args).weights)
