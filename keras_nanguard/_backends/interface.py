@@ -41,14 +41,14 @@ class Learned:
     Attributes:
         untracked: the variables that it writes and Keras does not track, by key.
         tolerated: keys of the variables that may be infinite or NaN.
-        keeps_undo: whether updates are made at once and undone on a refusal.
+        updates_first: whether updates run before the verdict, and are undone on a refusal.
         changes_outside: whether they change something outside of the train state, such as a
             learning rate scheduler. Snapshots do not have it, so replays would change it twice.
     """
 
     untracked: Mapping[int, Any] = field(default_factory=dict)
     tolerated: frozenset[int] = frozenset()
-    keeps_undo: bool = False
+    updates_first: bool = False
     changes_outside: bool = False
 
 

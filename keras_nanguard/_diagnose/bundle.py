@@ -98,7 +98,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
         ],
         "growth": plain_values.plain(asdict(evidence.run.growth)),
         "mode": evidence.mode,
-        "saving": bool(run.access.transaction.learned.keeps_undo),
+        "saving": bool(run.access.transaction.learned.updates_first),
         "model": {
             "class": type(run.model).__name__,
             "name": str(run.model.name),

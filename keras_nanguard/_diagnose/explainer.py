@@ -269,7 +269,7 @@ def step_of(run: RunView) -> ReplayableStep:
         run.model,
         # A compiled step keeps an optimizer that the model has no more, an eager replay does not.
         list(dict.fromkeys((*traced, *keras_optimizers.find_optimizers(run.model)))),
-        keeps_undo=transaction.learned.keeps_undo,
+        updates_first=transaction.learned.updates_first,
         losses=transaction.losses,
         untracked=list(transaction.learned.untracked.values()),
         tolerated=run.tolerated,

@@ -182,7 +182,7 @@ def _step_before(found: Bundle, model: Any) -> ReplayableStep:
     for optimizer in optimizers:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-    step = ReplayableStep.of(model, optimizers, keeps_undo=found.keeps_undo)
+    step = ReplayableStep.of(model, optimizers, updates_first=found.updates_first)
     if obstacle := obstacle_to(step):
         remedy = "Replay the bundle in one process, on a machine with enough memory."
         raise GuardError(f"{obstacle} {remedy}")

@@ -50,7 +50,7 @@ class Bundle:
         start: their values before the first step; empty if they were omitted.
         growth: the course of loss, gradient norm and weights before the step.
         model: the model's configuration as JSON text, `""` if it has none.
-        keeps_undo: as in a `ReplayableStep`.
+        updates_first: as in a `ReplayableStep`.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Bundle:
     start: Sequence[tuple[str, Array]]
     growth: Growth
     model: str
-    keeps_undo: bool
+    updates_first: bool
 
 
 def can_be_read(arrays: Sequence[Array]) -> bool:

@@ -52,7 +52,7 @@ def alone(model, way="deferred", body=None, several=1, logs=True, **more):
     known.update({"host_has_batches": several == 1, "jit": "compiled" in way, **more})
     transaction = Transaction(body or model.train_step, facts(model, created), **known)
     transaction.created = created
-    transaction.learned = Learned(keeps_undo=way == "kept")
+    transaction.learned = Learned(updates_first=way == "kept")
     return transaction
 
 

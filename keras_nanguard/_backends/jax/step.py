@@ -82,7 +82,7 @@ class Transaction(TracedStep):
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
         self.donates = of_trainer and jit and self.refuse and not _loads_broken_programs()
-        self.learned = interface.Learned(keeps_undo=not (jit and self.refuse))
+        self.learned = interface.Learned(updates_first=not (jit and self.refuse))
         self.unpublished: list[Computed] = []
         self.facts: Facts | None = None
         self.has_hidden_state = jit
@@ -152,13 +152,13 @@ class Transaction(TracedStep):
         verdict = Verdict.of(np.asarray(started.computed.vector).tolist())
         (facts,) = started.computed.counts
         undecided = verdict.refused and verdict.finite and not verdict.halted
-        if undecided and not facts.keeps_undo:
-            self.learned = replace(self.learned, keeps_undo=True)
+        if undecided and not facts.updates_first:
+            self.learned = replace(self.learned, updates_first=True)
             self._compile()
             return None
         self.facts, self.has_hidden_state = facts, self.jit and facts.calls_host
-        if facts.keeps_undo and not self.learned.keeps_undo:
-            self.learned = replace(self.learned, keeps_undo=True)
+        if facts.updates_first and not self.learned.updates_first:
+            self.learned = replace(self.learned, updates_first=True)
         self._bad = None if verdict.finite and not verdict.refused else (started, verdict)
         return interface.Executed(started.computed.outputs, verdict, started.args)
 
@@ -183,7 +183,7 @@ class Transaction(TracedStep):
         (step, verdict), self._bad = self._bad, None
         ((facts, counts),) = step.computed.counts.items()
         # Weights of a step that commits before they are read are not counted.
-        places = facts.places if verdict.refused or facts.keeps_undo else ()
+        places = facts.places if verdict.refused or facts.updates_first else ()
         rows = [(*pair, size) for pair, (*_, size) in zip(np.asarray(counts).tolist(), places)]
         numbers = np.array(rows, np.int64).reshape(-1, 3)
         named = tuple((site, path) for site, path, _ in places)
@@ -220,9 +220,9 @@ class Transaction(TracedStep):
         self.unpublished.clear()
 
     def inherit(self, other: interface.Transaction) -> None:
-        own = self.learned.keeps_undo
-        self.learned = replace(other.learned, keeps_undo=own or other.learned.keeps_undo)
-        if self.learned.keeps_undo and not own:
+        own = self.learned.updates_first
+        self.learned = replace(other.learned, updates_first=own or other.learned.updates_first)
+        if self.learned.updates_first and not own:
             self._compile()
 
 

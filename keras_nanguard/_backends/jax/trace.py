@@ -46,7 +46,7 @@ class Facts:
         owners: of each gradient, the `id` of its optimizer.
         restores_logs: whether every log of a refused step is that of the restored metrics.
         calls_host: whether it calls the host, as `jax.debug.print` does. An eager step may.
-        keeps_undo: whether the updates run at once, so that the verdict includes their results.
+        updates_first: whether the updates run at once, so that the verdict includes their results.
     """
 
     places: tuple[tuple[str, str, int], ...]
@@ -57,7 +57,7 @@ class Facts:
     restores_logs: bool
     owners: list[int]
     calls_host: bool = True
-    keeps_undo: bool = False
+    updates_first: bool = False
 
     def __repr__(self) -> str:
         return "Facts"
@@ -153,7 +153,7 @@ class StepTrace:
         arrays = [*self.old, *jax.tree_util.tree_leaves(tuple(self.args))]
         losses, checked, *_ = (part.num_leaves for part in structure.children())
         parts = None
-        if not (self.transaction.learned.keeps_undo or self._writes_elsewhere(facts)):
+        if not (self.transaction.learned.updates_first or self._writes_elsewhere(facts)):
             parts = two_parts(program, losses + checked)
         if parts is None:
             flat = jaxpr_as_fun(program)(jnp.ones((), bool), *arrays)
@@ -180,7 +180,7 @@ class StepTrace:
         read = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
         places = (*facts.places, *((self.sites[i], self._path(i), new[i].size) for i in read))
         values = values._replace(checked=[*values.checked, *(new[i] for i in read)])
-        facts = replace(facts, places=places, selected=set(), keeps_undo=True)
+        facts = replace(facts, places=places, selected=set(), updates_first=True)
         verdict, counts = self._judged(facts, values.losses, values.checked, new)
         return self._result(values, facts, verdict, counts)
 
@@ -197,7 +197,7 @@ class StepTrace:
 
         def body(may_commit: Any, *arrays: Any) -> Values:
             args = jax.tree_util.tree_unflatten(tree, arrays[size:])
-            at_once = self.transaction.learned.keeps_undo
+            at_once = self.transaction.learned.updates_first
             values, facts = self._call(True if at_once else may_commit, arrays[:size], args)
             runs.append((jax.tree_util.tree_structure(values), facts))
             return values

@@ -97,7 +97,7 @@ class ReplayableStep:
 
     Attributes:
         body: the step, `body(*args) -> outputs`.
-        keeps_undo: whether the step needs its updates at once (it reads its weights after an
+        updates_first: whether the step needs its updates at once (it reads its weights after an
             update).
         losses: returns the losses among the outputs of a step that never calls `compute_loss`.
         untracked: variables that the step writes and Keras does not track.
@@ -108,16 +108,18 @@ class ReplayableStep:
     body: Callable[..., Any]
     model: Any
     optimizers: Sequence[Any]
-    keeps_undo: bool = False
+    updates_first: bool = False
     losses: Callable[[Any], list[Any]] = batches.losses_in_logs
     untracked: Sequence[Any] = ()
     tolerated: Container[int] = ()
     judged: Callable[..., Verdict] | None = None
 
     @classmethod
-    def of(cls, model: Any, optimizers: Sequence[Any], keeps_undo: bool = False) -> ReplayableStep:
+    def of(
+        cls, model: Any, optimizers: Sequence[Any], updates_first: bool = False
+    ) -> ReplayableStep:
         """Return the train step of a model."""
-        return cls(current.replay().body_of(model), model, optimizers, keeps_undo)
+        return cls(current.replay().body_of(model), model, optimizers, updates_first)
 
     def variables(self) -> list[Any]:
         """Return every variable that the step may write."""
@@ -222,11 +224,11 @@ def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: boo
         with (
             current.replay().Instrument(step.model if observe else None, table.ended, origins),
             origins if observe else contextlib.nullcontext(),
-            step.recorded(args, step.keeps_undo) as found,
+            step.recorded(args, step.updates_first) as found,
         ):
             statistics = ((v, keras_variables.view(v)) for v in step.checked_statistics())
             first = first_bad(found.losses, found.gradients, statistics, origins)
-            if not first.site and step.keeps_undo:
+            if not first.site and step.updates_first:
                 first = _first_written(train_state, origins)
             elif not first.site and update:
                 first = _updated(found.updates, train_state, origins)
@@ -291,7 +293,7 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
         calls: list[Call] = []
         with (
             current.replay().Instrument(step.model, calls.append) as layers,
-            step.recorded(args, step.keeps_undo) as found,
+            step.recorded(args, step.updates_first) as found,
         ):
             pass  # `recorded` runs the step when it is entered
         pairs = [(g, path) for one, path in found.gradients for g in layers.returned((one,))]

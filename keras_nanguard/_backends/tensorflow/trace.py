@@ -56,7 +56,7 @@ class TracedStep(interface.Transaction):
     @property
     def immediate(self) -> bool:
         """Whether updates run immediately, when the body calls them."""
-        return self.learned.keeps_undo or not self.refuse or bool(tf.executing_eagerly())
+        return self.learned.updates_first or not self.refuse or bool(tf.executing_eagerly())
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ReplicaTrace:
     def __init__(self, transaction: TracedStep):
         self.transaction = transaction
         self.seen = StepRecord()
-        self.keeps_undo = transaction.immediate and transaction.refuse
+        self.holds_weights = transaction.immediate and transaction.refuse
         self.train_state = transaction.run.read_train_state()
         self.kept: dict[int, tuple[Any, Any]] = {}
         self.scales: list[tuple[Any, Any, Any]] = []
@@ -153,7 +153,7 @@ class ReplicaTrace:
         self.hold(self.transaction.learned.untracked.values())
         if tf.executing_eagerly():  # a graph shows them
             self.hold(state.unlisted)
-        if self.keeps_undo:
+        if self.holds_weights:
             self.hold([*state.trainable, *state.slots])
         for optimizer in state.optimizers:
             self.note_scale(optimizer)
@@ -171,7 +171,7 @@ class ReplicaTrace:
             for variable in found:
                 native = keras_variables.native(variable)
                 self.transaction.run.note_created(native, keras_variables.read(variable))
-        if self.keeps_undo:
+        if self.holds_weights:
             self.hold(found)
         if all(record.optimizer is not known for known, *_ in self.scales):
             self.note_scale(record.optimizer)
@@ -216,8 +216,8 @@ class ReplicaTrace:
         """
         accesses = Accesses(graph, start, body.seen.boundary, foreign)
         written, learned = accesses.written, self.transaction.learned
-        if not self.keeps_undo and not self.large_keys(body.train_state).isdisjoint(written):
-            raise Retrace(replace(learned, keeps_undo=True))
+        if not self.holds_weights and not self.large_keys(body.train_state).isdisjoint(written):
+            raise Retrace(replace(learned, updates_first=True))
         unknown = written.keys() - self.known_keys(body)
         found = {key: intercept.untracked(written[key]) for key in unknown}
         untracked = {key: variable for key, variable in found.items() if variable is not None}
@@ -441,7 +441,7 @@ class StepTrace(intercept.Intercept):
         traced = tf.compat.v1.get_default_graph()
         for accesses in filter(None, (one.body.accesses for one in measured)):
             if accesses.depend_on(traced):
-                raise Retrace(replace(self.transaction.learned, keeps_undo=True))
+                raise Retrace(replace(self.transaction.learned, updates_first=True))
         return [reductions.add(sums, measured[0].scale.dtype) for sums in zip(*found)]
 
     def _examined(self, measured: Sequence[Measured]) -> tuple[Any, Counts, Any]:

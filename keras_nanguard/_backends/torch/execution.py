@@ -32,7 +32,7 @@ class BodyRun:
     """A body that runs, or has run. The calls of its updates come here.
 
     Attributes:
-        keeps_undo: whether its updates run at once, with the old values kept.
+        updates_first: whether its updates run at once, with the old values kept.
         outputs: its outputs, `None` if it has raised.
         raised: whether torch has raised about a bad number.
         created: the tensors that its updates have created, each with its first value.
@@ -46,7 +46,7 @@ class BodyRun:
 
     def __init__(self, context: StepContext):
         self._context, self.late_writes = context, LateWrites(context.parts.updated)
-        self.keeps_undo = context.keeps_undo
+        self.updates_first = context.updates_first
         self.outputs: Any = None
         self.raised = False
         self.updates: list[Update] = []
@@ -60,7 +60,7 @@ class BodyRun:
     @property
     def can_be_undone(self) -> bool:
         """Whether everything that the body has done so far can be undone."""
-        return self._context.definition.run.refuses and (self.keeps_undo or not self.updates)
+        return self._context.definition.run.refuses and (self.updates_first or not self.updates)
 
     def on_update(self, record: Update) -> None:
         """Run an update, unless the verdict refuses it."""
@@ -88,16 +88,16 @@ class BodyRun:
         definition = self._context.definition
         if self.judged is not None:
             return
-        self.keeps_undo = self.keeps_undo or (record.evaluates and definition.may_undo_update)
-        if definition.run.refuses and not self.keeps_undo:
+        self.updates_first = self.updates_first or (record.evaluates and definition.may_undo_update)
+        if definition.run.refuses and not self.updates_first:
             self.judged = judge(self._context, has_updated=bool(self.updates))
-            self.keeps_undo = self.judged.ruling is Ruling.CHECK
+            self.updates_first = self.judged.ruling is Ruling.CHECK
 
     def _update(self, record: Update) -> None:
         context = self._context
-        if self.keeps_undo:
+        if self.updates_first:
             context.log.keep_updated(record.optimizer, record.state())
-        if self.keeps_undo or is_undone_as_a_whole():
+        if self.updates_first or is_undone_as_a_whole():
             self.late_writes.begin()
         self.updates.append(record)
         with self.late_writes.during(record):
@@ -243,7 +243,7 @@ def learned_from(context: StepContext, ran: BodyRun, judged: Judged) -> Learned:
         before,
         untracked={**before.untracked, **{id(t): t for t in (*by_hand, *uncounted)}},
         tolerated=before.tolerated | judged.constants,
-        keeps_undo=judged.any_continues if is_one_of_several else continues.is_possible,
+        updates_first=judged.any_continues if is_one_of_several else continues.is_possible,
         steps=before.steps + 1,
         stale=bool(context.log.created),
         unread={},

@@ -222,7 +222,7 @@ class Transaction(StepDefinition):
                 steps=min(learned.steps, 1),
                 stale=True,
                 continues=learned.continues.of_another_body(),
-                keeps_undo=True,
+                updates_first=True,
                 adds_by_hand=learned.adds_by_hand.of_another_body(),
             )
 

@@ -46,7 +46,7 @@ class Learned(interface.Learned):
             Unknown until it has found some.
     """
 
-    keeps_undo: bool = True
+    updates_first: bool = True
     steps: int = 0
     stale: bool = True
     continues: Seen = Seen.UNKNOWN
@@ -114,10 +114,10 @@ class StepContext:
         return self.intercept.compiled is not None
 
     @property
-    def keeps_undo(self) -> bool:
+    def updates_first(self) -> bool:
         """Whether it is updated at once, with the old values kept."""
-        keeps_undo = self.is_compiled or self.learned.is_fresh or self.learned.keeps_undo
-        return self.definition.may_undo_update and keeps_undo
+        updates_first = self.is_compiled or self.learned.is_fresh or self.learned.updates_first
+        return self.definition.may_undo_update and updates_first
 
     def release(self) -> None:
         """Release all copies and records, so that an exception that refers to it keeps none."""

@@ -48,7 +48,7 @@ def test_written_over(recwarn):
         return network(scaled, steps_per_execution=3)
 
     run = oracle(build, tolerance=1e-5)
-    assert not run.guard.session.run.access.transaction.learned.keeps_undo
+    assert not run.guard.session.run.access.transaction.learned.updates_first
     assert not [w for w in recwarn if "donated" in str(w.message)]
 
 
@@ -249,7 +249,7 @@ STEPS = {OwnStep: False, TwoUpdates: True, Sharpness: False, SlowCopy: False, Co
 def test_own_step(kind):
     """The same transaction; if a step uses updated variables, this is detected."""
     bad = oracle(functools.partial(_own, kind), tolerance=1e-5)
-    assert bad.guard.session.run.access.transaction.learned.keeps_undo == STEPS[kind]
+    assert bad.guard.session.run.access.transaction.learned.updates_first == STEPS[kind]
     assert all(np.isfinite(v) for values in bad.history.values() for v in values)
 
 

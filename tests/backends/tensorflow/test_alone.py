@@ -212,7 +212,7 @@ def test_a_loss_scale(way, built):
         scales.append([float(v) for m in (plain, model) for v in (m.optimizer.dynamic_scale, m.optimizer.step_counter)])
         assert verdict.only_gradients == verdict.refused
     assert all(one[:2] == one[2:] for one in scales) and len({one[0] for one in scales}) == 3
-    assert transaction.learned.untracked == {} and transaction.learned.keeps_undo == (way == "kept")
+    assert transaction.learned.untracked == {} and transaction.learned.updates_first == (way == "kept")
     weights = [[np.array(v) for v in (*m.trainable_variables, *m.optimizer.variables)] for m in (plain, model)]
     zoo.assert_same(*weights)
     for bad in (0.0, np.inf):
@@ -386,7 +386,7 @@ def test_variables_created_by_the_first_step(way):
     made |= {id(v.value) for metric in model.metrics[1:] for v in metric.variables}
     noted = [id(variable) for variable, _ in transaction.created]
     assert len(noted) == len({*noted}) and made - {*noted} <= {id(v.value) for v in model.optimizer.variables}
-    assert transaction.learned.keeps_undo is False
+    assert transaction.learned.updates_first is False
 
 
 @pytest.mark.daily("bad0-deferred", "bad1-deferred", "bad2-eager")

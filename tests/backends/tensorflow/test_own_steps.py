@@ -331,7 +331,7 @@ def test_bad_batches_leave_nothing_behind(name, mode):
     bad = [BATCHES * epoch + step for epoch in range(EPOCHS[mode]) for step in BAD] if seen else []
     assert [incident.step for incident in guard.incidents] == bad
     if mode == "graph":
-        assert guard.session.run.access.transaction.learned.keeps_undo == (name in KEEPS_OLD_VALUES)
+        assert guard.session.run.access.transaction.learned.updates_first == (name in KEEPS_OLD_VALUES)
     if name == "writes a table":  # said among the limits
         assert int(model.table.lookup(tf.constant(1, tf.int64))) == EPOCHS[mode] * BATCHES
 

@@ -40,7 +40,7 @@ def test_an_update_that_overflows_before_the_verdict(refuse):
     step((X, 1e3 * Y))
     assert not math.isfinite(step.verdict.weights) and math.isfinite(step.verdict.gradients)
     assert step.verdict.refused is refuse and same(state(model), before) is refuse
-    assert (step.learned.keeps_undo or not refuse) and not step.learned.untracked, "what updates write is not kept before each step"
+    assert (step.learned.updates_first or not refuse) and not step.learned.untracked, "what updates write is not kept before each step"
 
 
 class Masked(layers.Layer):
@@ -143,7 +143,7 @@ def test_a_weight_that_is_written_in_place_is_given_back(good):
     step = alone(model, body)
     for _ in range(good):
         step((X, Y))
-    assert set(step.learned.untracked) == ({id(kernel)} if good else set()) and step.learned.keeps_undo is not bool(good)
+    assert set(step.learned.untracked) == ({id(kernel)} if good else set()) and step.learned.updates_first is not bool(good)
     before = state(model)
     logs = step((X * torch.nan, Y))
     assert step.verdict.refused and same(state(model), before) and set(logs) == {"loss"}
