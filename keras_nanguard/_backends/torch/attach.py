@@ -87,8 +87,9 @@ class ModelAttachment(attach.Attachment):
     def run_again(self, args: Sequence[Any]) -> Executed:
         return self._execute(list(args), args)
 
-    def _arguments(self, data: Any) -> Sequence[Any]:
-        return tuple(data)
+    def _arguments(self, data: Any) -> Sequence[Any] | None:
+        # Reading an iterator, which a custom train function may be given, would end it.
+        return tuple(data) if isinstance(data, (list, tuple)) else None
 
     def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
         with self._guarded_step():
