@@ -223,16 +223,3 @@ def primal(value: Any, trace: Any) -> Any:
             return value
         value = getattr(value, "primal", None)
     return value
-
-
-def calls_host(jaxpr: Any) -> bool:
-    """Return whether a program, or one within it, calls the host, as `jax.debug.print` does."""
-    for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
-            return True
-        values = equation.params.values()
-        parts = [p for v in values for p in (v if isinstance(v, (list, tuple)) else (v,))]
-        inner = [getattr(part, "jaxpr", part) for part in parts]  # of a closed one
-        if any(calls_host(part) for part in inner if hasattr(part, "eqns")):
-            return True
-    return False

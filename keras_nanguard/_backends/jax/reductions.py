@@ -58,7 +58,7 @@ def is_inexact(array: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def kind(arrays: Iterable[Any]) -> Any:
+def sum_dtype(arrays: Iterable[Any]) -> Any:
     """Return the dtype of the sums: float64 if the state has float64, else float32."""
     wide = any(getattr(a, "dtype", None) == jnp.float64 for a in arrays)
     return jnp.float64 if wide else jnp.float32

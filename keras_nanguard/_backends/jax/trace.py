@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax import reductions
-from keras_nanguard._backends.jax.intercept import Intercept, calls_host, with_metrics
+from keras_nanguard._backends.jax.intercept import Intercept, with_metrics
+from keras_nanguard._backends.jax.programs import calls_host, two_parts
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.verdict import Verdict
@@ -135,7 +136,7 @@ class StepTrace:
         self.transaction, self.args, self.halt = transaction, args, halt
         self.old, self.tree = jax.tree_util.tree_flatten(state)
         self.train_state = train_state = transaction.run.read_train_state()
-        self.dtype = reductions.kind(self.old)
+        self.dtype = reductions.sum_dtype(self.old)
         self.variables = list(transaction.variables())
         self.index = {id(v): i for i, v in enumerate(self.variables) if v is not None}
         self.sites = dict.fromkeys(self._indices(train_state.trainable), "weights")
@@ -149,7 +150,7 @@ class StepTrace:
         """Run the transaction."""
         if not self.transaction.jit:
             return self._updated_first(*self._call(True, self.old, self.args))
-        program, structure, facts = self._traced()
+        program, structure, facts = self._trace_body()
         arrays = [*self.old, *jax.tree_util.tree_leaves(tuple(self.args))]
         losses, checked, *_ = (part.num_leaves for part in structure.children())
         parts = None
@@ -186,7 +187,7 @@ class StepTrace:
 
     # Running the body
 
-    def _traced(self) -> tuple[ClosedJaxpr, Any, Facts]:
+    def _trace_body(self) -> tuple[ClosedJaxpr, Any, Facts]:
         """Return the program of the body, the structure of the `Values` that it returns, and what
         else it shows.
 
@@ -383,42 +384,3 @@ def _like(old: Any, new: Any) -> Any:
     """Return the old value of an array in the dtype of the new one."""
     same = getattr(old, "dtype", None) == getattr(new, "dtype", None)
     return old if same else jnp.asarray(old).astype(new.dtype)
-
-
-def two_parts(
-    program: ClosedJaxpr, judged: int
-) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Split a program into what does not depend on its first argument, and the rest.
-
-    Args:
-        judged: how many of its results the first part must give.
-
-    Returns:
-        Two functions: `first(arguments) -> (results, between)`, of the list of the other arguments,
-        with all that the second part reads; and `second(argument, between)`, which returns the
-        other results. `None` if a result of the first part depends on the first argument.
-    """
-    jaxpr = program.jaxpr
-    dependent, early, late = {id(jaxpr.invars[0])}, [], []
-    for equation in jaxpr.eqns:
-        if any(id(var) in dependent for var in equation.invars):
-            dependent |= {id(var) for var in equation.outvars}
-            late.append(equation)
-        else:
-            early.append(equation)
-    results, others = jaxpr.outvars[:judged], jaxpr.outvars[judged:]
-    if any(id(var) in dependent for var in results):
-        return None
-    read = (*(var for equation in late for var in equation.invars), *others)
-    inputs = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
-    invars = [jaxpr.invars[0], *inputs.values()]
-    one = jaxpr.replace(eqns=early, outvars=[*results, *inputs.values()])
-    other = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others)
-    run_one = jaxpr_as_fun(ClosedJaxpr(one, program.consts))
-    run_other = jaxpr_as_fun(ClosedJaxpr(other, ()))
-
-    def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = run_one(jnp.zeros((), bool), *arguments)
-        return found[:judged], found[judged:]
-
-    return first, lambda argument, between: run_other(argument, *between)
