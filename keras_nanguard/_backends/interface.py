@@ -44,12 +44,15 @@ class Learned:
         updates_first: whether updates run before the verdict, and are undone on a refusal.
         changes_outside: whether they change something outside of the train state, such as a
             learning rate scheduler. Snapshots do not have it, so replays would change it twice.
+        has_hidden_state: whether the compiled step changes more than variables: an operation has a
+            random generator of its own (`tf.random.normal`), or calls the host (`tf.print`).
     """
 
     untracked: Mapping[int, Any] = field(default_factory=dict)
     tolerated: frozenset[int] = frozenset()
     updates_first: bool = False
     changes_outside: bool = False
+    has_hidden_state: bool = False
 
 
 class Executed(NamedTuple):
@@ -127,11 +130,6 @@ class Transaction:
         raise NotImplementedError
 
     # Backends that compile a step
-
-    has_hidden_state = False
-    """Whether the compiled step changes more than variables: an operation has a random generator of
-    its own (`tf.random.normal`), or calls the host (`tf.print`).
-    """
 
     judged: Callable[..., Verdict] | None = None
     """Runs the compiled step again without side effects; returns its verdict. `None` if that would

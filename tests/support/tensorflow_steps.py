@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 from keras_nanguard._backends.interface import Learned
+from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
-from keras_nanguard._backends.tensorflow.trace import Retrace
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras.train_state import TrainState
 

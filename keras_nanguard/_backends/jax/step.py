@@ -82,10 +82,10 @@ class Transaction(TracedStep):
         self.losses = losses_in_logs if of_trainer else scalars
         self.refuse, self.jit, self.shardings = run.refuses, jit, shardings
         self.donates = of_trainer and jit and self.refuse and not _loads_broken_programs()
-        self.learned = interface.Learned(updates_first=not (jit and self.refuse))
+        at_once = not (jit and self.refuse)
+        self.learned = interface.Learned(updates_first=at_once, has_hidden_state=jit)
         self.unpublished: list[Computed] = []
         self.facts: Facts | None = None
-        self.has_hidden_state = jit
         self._bad: tuple[StartedStep, Verdict] | None = None
         self._compile()
 
@@ -156,9 +156,10 @@ class Transaction(TracedStep):
             self.learned = replace(self.learned, updates_first=True)
             self._compile()
             return None
-        self.facts, self.has_hidden_state = facts, self.jit and facts.calls_host
-        if facts.updates_first and not self.learned.updates_first:
-            self.learned = replace(self.learned, updates_first=True)
+        if facts is not self.facts:
+            at_once = facts.updates_first or self.learned.updates_first
+            hidden, self.facts = self.jit and facts.calls_host, facts
+            self.learned = replace(self.learned, updates_first=at_once, has_hidden_state=hidden)
         self._bad = None if verdict.finite and not verdict.refused else (started, verdict)
         return interface.Executed(started.computed.outputs, verdict, started.args)
 
@@ -220,9 +221,10 @@ class Transaction(TracedStep):
         self.unpublished.clear()
 
     def inherit(self, other: interface.Transaction) -> None:
-        own = self.learned.updates_first
-        self.learned = replace(other.learned, updates_first=own or other.learned.updates_first)
-        if self.learned.updates_first and not own:
+        own, others = self.learned, other.learned
+        at_once, hidden = own.updates_first or others.updates_first, own.has_hidden_state
+        self.learned = replace(others, updates_first=at_once, has_hidden_state=hidden)
+        if at_once and not own.updates_first:
             self._compile()
 
 

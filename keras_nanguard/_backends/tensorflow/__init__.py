@@ -4,6 +4,7 @@ In addition to the modules that every backend has:
 
 | module | content |
 |---|---|
+| `replica` | what one replica does in a trace |
 | `mirrored` | the transaction of a step on several replicas |
 | `updates` | in which order deferred updates run, and their bits |
 | `kernels` | fused kernels for updates on a CPU |

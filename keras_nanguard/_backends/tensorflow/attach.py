@@ -17,8 +17,8 @@ from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.batches import held
 from keras_nanguard._backends.tensorflow.intercept import build
 from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
+from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
-from keras_nanguard._backends.tensorflow.trace import Retrace
 from keras_nanguard._core.errors import expected
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
@@ -52,7 +52,7 @@ class Mode(NamedTuple):
     jit: bool
 
 
-class _Traced(StateAccess):
+class _RetracingAccess(StateAccess):
     """Host access to a step that may have to be traced again."""
 
     transaction: Transaction
@@ -61,7 +61,7 @@ class _Traced(StateAccess):
         """Create the transaction, with the findings of the one before."""
         raise NotImplementedError
 
-    def _traced(self, call: Callable[[], Any]) -> Any:
+    def _with_retraces(self, call: Callable[[], Any]) -> Any:
         """Call a function that may trace the step; in another mode if the trace requires it."""
         while True:
             try:
@@ -71,16 +71,16 @@ class _Traced(StateAccess):
                 self._build()
 
     def _completed(self, inner: Callable[[], Any], args: Sequence[Any] | None) -> Executed:
-        """Run a step by a call.
+        """Run a step by a call of `inner`.
 
         Args:
             args: its arguments, if the host has them.
         """
-        outputs, row = self._traced(inner)
+        outputs, row = self._with_retraces(inner)
         return Executed(outputs, Verdict.of(row.numpy().tolist()), args)
 
 
-class ModelAttachment(_Traced, attach.Attachment):
+class ModelAttachment(_RetracingAccess, attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
     transaction: Transaction
@@ -168,15 +168,15 @@ class ModelAttachment(_Traced, attach.Attachment):
 
         return as_traced
 
-    def _traced(self, call: Callable[[], Any]) -> Any:
+    def _with_retraces(self, call: Callable[[], Any]) -> Any:
         try:
-            return super()._traced(call)
+            return super()._with_retraces(call)
         except ValueError as error:
             if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
                 raise
         self._freezes = True  # a custom step trains all weights that are not frozen
         self._build()
-        return super()._traced(call)
+        return super()._with_retraces(call)
 
     def _build_optimizer(self) -> None:
         """Build the optimizer first: `tf.function` traces a step that builds it twice."""
@@ -190,20 +190,20 @@ class ModelAttachment(_Traced, attach.Attachment):
     def _before_step(self, data: Any) -> None:
         """Run due tasks; create all variables of the step before a saved state is restored."""
         if self.session.start.resuming is not None:
-            self._trace(getattr(data, "element_spec", None))
+            self._trace_for(getattr(data, "element_spec", None))
         super()._before_step(data)
 
     def prepare(self) -> bool:
         spec = keras_fitting.running_spec()
         if spec is None or self.trace_key.spread_out:
             return False
-        self._trace(spec)
+        self._trace_for(spec)
         return True
 
-    def _trace(self, spec: Any) -> None:
+    def _trace_for(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
         if spec is not None:
-            self._traced(lambda: self.transaction.trace(spec))
+            self._with_retraces(lambda: self.transaction.trace(spec))
 
     def _arguments(self, data: Any) -> Sequence[Any] | None:
         take = self.transaction.take
@@ -256,7 +256,7 @@ class OneStepFunction:
             written = tf.autograph.experimental.do_not_convert(step)
             self._function = tf.function(written, reduce_retracing=True)
         self._iterator: Callable[[], Any] = lambda: None
-        self._trace: Any = None
+        self._concrete: Any = None
 
     def __call__(self, data: Any, iterator: Any) -> Any:
         """Run the step on the next batch of this iterator."""
@@ -266,9 +266,9 @@ class OneStepFunction:
             spec = keras.tree.map_structure(_present, iterator.element_spec)
             if self._model is not None:
                 self._build_metrics(self._model, spec)
-            self._trace = self._function.get_concrete_function(spec)
+            self._concrete = self._function.get_concrete_function(spec)
             self._iterator = weakref.ref(iterator)
-        return self._trace(data)
+        return self._concrete(data)
 
     def again(self, data: Any) -> Any:
         """Run the step on an earlier batch, which may be of other data than the last iterator."""
@@ -306,7 +306,7 @@ def _present(value: Any) -> Any:
     return None if isinstance(value, (tf.experimental.Optional, tf.OptionalSpec)) else value
 
 
-class LoopStep(_Traced, attach.LoopStep):
+class LoopStep(_RetracingAccess, attach.LoopStep):
     """One hand-written step, compiled or not, with its transaction."""
 
     _build = attach.LoopStep.rebuild

@@ -8,14 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow.step import Transaction
-from keras_nanguard._backends.tensorflow.trace import (
+from keras_nanguard._backends.tensorflow.replica import (
     Body,
+    Inspected,
     Measured,
     ReplicaTrace,
-    StepTrace,
     TracedStep,
 )
+from keras_nanguard._backends.tensorflow.step import Transaction
+from keras_nanguard._backends.tensorflow.trace import StepTrace
 
 
 class MirroredTransaction(Transaction):
@@ -44,20 +45,20 @@ class MirroredTransaction(Transaction):
         begun = merge(lambda strategy: self.rows.begin())
         trace = merge(lambda strategy: _MirroredTrace(self, strategy).__enter__())
 
-        def inspected(strategy: Any, body: Any) -> list[Body]:
+        def inspected(strategy: Any, body: Any) -> list[Inspected]:
             return self._inspected(trace, strategy.experimental_local_results(body))
 
-        bodies = merge(inspected, args=(trace.run(args),))
-        own = bodies[trace.number()]
+        all_of_them = merge(inspected, args=(trace.run(args),))
+        own = all_of_them[trace.number()]
 
         def end(strategy: Any, measured: Any) -> Any:
             result = trace.decide(None, strategy.experimental_local_results(measured), *begun)
-            whole = tf.nest.map_structure(_whole, *(body.args for body in bodies))
+            whole = tf.nest.map_structure(_whole, *(one.body.args for one in all_of_them))
             self.rows.end(result.row, self.refuse)
             self.reports.add(result, whole)
             return result.row
 
-        return own.outputs, merge(end, args=(trace.here().measure(own),))
+        return own.body.outputs, merge(end, args=(trace.here().measure(own),))
 
     def trace(self, spec: Any) -> None:
         run = self.model.distribute_strategy.run
@@ -77,15 +78,15 @@ class _MirroredReplica(ReplicaTrace):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
-    def measure(self, body: Body) -> Measured:
+    def measure(self, found: Inspected) -> Measured:
         """Sum up its part of the step.
 
         Keras averages logs; losses are made to be added up. The sum of squares of the gradients is
         at least that of their sums over the replicas.
         """
-        measured, count = super().measure(body), self.strategy.num_replicas_in_sync
+        measured, count = super().measure(found), self.strategy.num_replicas_in_sync
         loss, gradients, *others = measured.sums
-        loss = loss if body.seen.losses else loss / count
+        loss = loss if found.body.seen.losses else loss / count
         return replace(measured, sums=[loss, gradients * count, *others])
 
 
@@ -106,7 +107,7 @@ class _MirroredTrace(StepTrace):
             self.__exit__()
             raise
 
-    def inspect(self, bodies: Sequence[Body]) -> list[Body]:
+    def inspect(self, bodies: Sequence[Body]) -> list[Inspected]:
         self.__exit__()
         return super().inspect(bodies)
 

@@ -29,7 +29,7 @@ def is_inexact(tensor: Any) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-def kind(variables: Iterable[Any]) -> Any:
+def sum_dtype(variables: Iterable[Any]) -> Any:
     """Return the dtype of the sums: float64 if the state has float64, else float32."""
     return tf.float64 if any(str(v.dtype) == "float64" for v in variables) else tf.float32
 

@@ -26,6 +26,7 @@ waits for the other: a step adds no report if the queue is full, and the host ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,11 @@ from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
 from keras_nanguard._backends.tensorflow.kernels import same_bits
+from keras_nanguard._backends.tensorflow.replica import Body, Inspected, ReplicaTrace, TracedStep
 from keras_nanguard._backends.tensorflow.trace import (
-    Body,
     Places,
-    ReplicaTrace,
     StepResult,
     StepTrace,
-    TracedStep,
     components,
     packed,
 )
@@ -92,31 +91,38 @@ class Transaction(TracedStep):
         self.losses = batches.losses_in_logs if of_trainer else batches.scalars
         self.rows = Rows(counted)
         self.reports = Reports(with_batches=not host_has_batches)
-        self._compiled: Callable[..., StepResult] = self._traced
+        self._compiled: Callable[..., StepResult] = self._complete
         if jit:
             how = {"jit_compile": True, "reduce_retracing": True, "autograph": False}
-            self._compiled = tf.function(self._traced, **how)
+            self._compiled = tf.function(self._complete, **how)
 
     def __call__(self, *args: Any) -> Any:
         return self.execute(*args)
 
     def execute(self, *args: Any) -> Any:
         """Run the body once as a transaction; `testing` wraps this."""
-        traced = self._traced if tf.executing_eagerly() else self._compiled
-        result = traced(*self.rows.begin(), *args)
+        complete = self._complete if tf.executing_eagerly() else self._compiled
+        result = complete(*self.rows.begin(), *args)
         self.rows.end(result.row, self.refuse)
         self.reports.add(result, args)
         return result.outputs, result.row
 
-    def _traced(self, halted: Any, number: Any, *args: Any) -> StepResult:
+    def _complete(self, halted: Any, number: Any, *args: Any) -> StepResult:
+        """Run or trace the body, and decide.
+
+        Args:
+            halted: whether it is refused regardless of its numbers.
+            number: the number of the step.
+        """
         trace = StepTrace(self, [ReplicaTrace(self)])
         with trace:
             body = trace.run(args)
-        (body,) = self._inspected(trace, [body])
-        return trace.decide(body.outputs, [trace.here().measure(body)], halted, number)
+        (found,) = self._inspected(trace, [body])
+        return trace.decide(body.outputs, [trace.here().measure(found)], halted, number)
 
-    def _inspected(self, trace: StepTrace, bodies: Sequence[Body]) -> list[Body]:
-        self.has_hidden_state = trace.graph is not None and has_hidden_state(trace.graph)
+    def _inspected(self, trace: StepTrace, bodies: Sequence[Body]) -> list[Inspected]:
+        hidden = trace.graph is not None and has_hidden_state(trace.graph)
+        self.learned = replace(self.learned, has_hidden_state=hidden)
         return trace.inspect(bodies)
 
     # For the host, between two runs
@@ -224,7 +230,8 @@ class Reports:
 
     def __init__(self, with_batches: bool):
         self.with_batches = with_batches
-        self._traced: list[tuple[Places, Any]] = []
+        self._layouts: list[tuple[Places, Any]] = []
+        """The places, and the specs of the batch, of each kind of report."""
         self._queues: dict[tuple[Any, ...], Any] = {}
 
     # In the step
@@ -238,10 +245,10 @@ class Reports:
         args = args if self.with_batches else ()
         leaves = [tf.convert_to_tensor(t) for t in components(args)]
         specs = [None if v is None else tf.type_spec_from_value(v) for v in tf.nest.flatten(args)]
-        traced = (result.counts.places, tf.nest.pack_sequence_as(args, specs))
-        if traced not in self._traced:  # an eager step comes here in every step
-            self._traced.append(traced)
-        number = tf.constant(self._traced.index(traced), tf.int64)
+        layout = (result.counts.places, tf.nest.pack_sequence_as(args, specs))
+        if layout not in self._layouts:  # an eager step comes here in every step
+            self._layouts.append(layout)
+        number = tf.constant(self._layouts.index(layout), tf.int64)
         kinds = tuple(leaf.dtype for leaf in leaves)
         with tf.device("CPU:0"):
             if kinds not in self._queues:
@@ -273,7 +280,7 @@ class Reports:
         for queue in self._queues.values():
             for _ in range(int(queue.size())):
                 row, kept, number, counts, replicas, *leaves = queue.dequeue()
-                places, specs = self._traced[int(number)]
+                places, specs = self._layouts[int(number)]
                 batch = given
                 if self.with_batches:
                     batch = packed(specs, leaves) if kept else None

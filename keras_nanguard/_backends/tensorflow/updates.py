@@ -38,28 +38,24 @@ class Updates:
     Args:
         adapted: whether updates are ordered and fused, and keep the bits of Keras' own; not if XLA
             compiles the step, and not in eager execution.
+        immediate: whether they have run already.
+
+    Attributes:
+        gradients: each gradient for the guard to read, with its variable.
     """
 
-    def __init__(self, records: Sequence[Update], optimizers: Iterable[Any], adapted: bool):
+    def __init__(
+        self, records: Sequence[Update], optimizers: Iterable[Any], adapted: bool, immediate: bool
+    ):
         self.records, self.optimizers, self.adapted = records, optimizers, adapted
-        self._products: set[int] = set()
+        pairs = [pair for record in records for pair in record.pairs]
+        products = [g for g, _ in pairs if adapted and _is_product(g)]
+        apart = {id(g): _multiplied_apart(g) for g in products if immediate}
+        self.gradients = [(apart.get(id(g), g), v) for g, v in pairs]
+        self._products = {id(g) for g in products if not immediate and not g.consumers()}
         """The `id` of each gradient that a deferred update multiplies again."""
         self._last: list[Any] = []
         """The operations that have written the last large weight."""
-
-    def gradients(self, immediate: bool) -> list[tuple[Any, Any]]:
-        """Return each gradient for the guard to read, with its variable.
-
-        Args:
-            immediate: whether the updates have run already.
-        """
-        pairs = [pair for record in self.records for pair in record.pairs]
-        if not self.adapted:
-            return pairs
-        if immediate:
-            return [(_multiplied_apart(g) if _is_product(g) else g, v) for g, v in pairs]
-        self._products = {id(g) for g, _ in pairs if _is_product(g) and not g.consumers()}
-        return pairs
 
     def run(self) -> None:
         """Run deferred updates."""
@@ -93,11 +89,11 @@ class Updates:
                 gradient = source_of(gradient)
             if (variable.shape.num_elements() or 0) < LARGE:
                 return real(gradient, variable, *args, **kwargs)
-            traced = tf.compat.v1.get_default_graph()
-            start = mark(traced)
-            with tf.control_dependencies([op for op in self._last if op.graph is traced]):
+            graph = tf.compat.v1.get_default_graph()
+            start = mark(graph)
+            with tf.control_dependencies([op for op in self._last if op.graph is graph]):
                 result = real(gradient, variable, *args, **kwargs)
-            made = traced.get_operations()[start:]
+            made = graph.get_operations()[start:]
             self._last = [op for op in made if op.type.startswith(("Assign", "ResourceApply"))]
             return result
 

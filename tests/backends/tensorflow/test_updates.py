@@ -262,7 +262,7 @@ def test_one_by_one(size, waits):
 
     @tf.function
     def update(gradients):
-        updates.Updates([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer], adapted=True).run()
+        updates.Updates([Update(optimizer, optimizer.apply, gradients, weights)], [optimizer], adapted=True, immediate=False).run()
 
     graph = update.get_concrete_function([tf.TensorSpec((size, 1024))] * 3).graph
     handles = {id(internal): id(external) for external, internal in graph.captures}
