@@ -324,10 +324,10 @@ class NanGuard(keras.callbacks.Callback):
         if (in_loop or (fit is not None and fit.encloses)) and evaluates():
             return
         if in_loop or (fit is not None and fit.runs):
+            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
             raise GuardInUseError(
-                "Expected a guard that is not in use. Received: a guard of a running fit of"
-                f" {getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit"
-                " that runs at the same time."
+                f"Expected a guard that is not in use. Received: a guard of a running {running}."
+                " Create a separate NanGuard for each fit that runs at the same time."
             )
         self._detach()
         super().set_model(model)
