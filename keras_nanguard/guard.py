@@ -117,29 +117,11 @@ class NanGuard(keras.callbacks.Callback):
         self.sample_ids = arguments.sample_ids(sample_ids)
         self.session: Session | None = None
         self._attached: Attached | None = None
+        self._loop: Session | None = None
         self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
-        self._unnamed = self._resumed = self._watching = False
+        self._resumed = self._names_missing = False
 
-    # Copies: tuners copy callbacks for each trial, other processes get pickles
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle: everything except the fit."""
-        of_fit = dict.fromkeys(("session", "_attached", "_model", "params"))
-        flags = dict.fromkeys(("_unnamed", "_resumed", "_watching"), False)
-        return {**vars(self), **of_fit, **flags}
-
-    def __copy__(self) -> Any:
-        """Return the same as `copy.deepcopy`."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy with the same functions and names of rows. It does not resume, because the
-        snapshots in the directory belong to the original.
-        """
-        made = memo[id(self)] = type(self).__new__(type(self))
-        memo |= {id(shared): shared for shared in (self.functions, self.sample_ids)}
-        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _resumed=True)
-        return made
+    # What a user reads
 
     @property
     def incidents(self) -> list[Incident]:
@@ -159,7 +141,169 @@ class NanGuard(keras.callbacks.Callback):
     def verbose(self, verbose: int) -> None:
         self._log.verbose = arguments.verbosity(verbose)
 
-    # Installing and uninstalling
+    @property
+    def recording(self) -> Recording:
+        """The `Recording` of all steps and events so far. It is a copy from memory."""
+        return self._log.recorder.recording
+
+    def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
+        """Return the rows of the data that caused bad steps, each once, in the order in which they
+        were found.
+
+        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays,
+        `index` is its index in `x`. Otherwise `index` is `None`, and the label is the beginning of
+        its fingerprint, or its name from `sample_ids`. An augmented row is a new row in each epoch.
+
+        Args:
+            path: a `.csv` file to write the rows to, or `None`. If there are several processes, the
+                first one writes it.
+
+        Raises:
+            GuardError: if the suffix is another one, or `path` is not a path.
+            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
+        """
+        found = tuple(self._log.recorder.samples.values())
+        if path is not None:
+            require_path(path, 'Write guard.bad_samples("bad.csv").')
+        if path is not None and processes.index() == 0:
+            files.write_samples(found, path)
+        return found
+
+    def __repr__(self) -> str:
+        return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
+        actions.
+        """
+        return summary(self.incidents, self._counted())
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a report of all fits so far to a file, and return its path.
+
+        The suffix of the path selects the format. `.html` is a self-contained page with curves,
+        incidents, layers and bad rows, `.json` one object with a format number, and `.jsonl` one
+        incident per line. The file is written atomically. If there are several
+        processes, the first one writes it.
+
+        Raises:
+            GuardError: if the suffix is another one, or `path` is not a path.
+            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
+        """
+        require_path(path, 'Write guard.report("run.html").')
+        if processes.index() != 0:
+            return Path(path)
+        return files.write(self._reported, path)
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with
+        marks for all actions.
+
+        Needs the extra `plot`. The figure is not shown: `guard.plot().savefig("run.png")`.
+
+        Raises:
+            GuardError: if matplotlib is not installed.
+        """
+        return curves(self.recording)
+
+    @property
+    def _reported(self) -> ReportedRun:
+        """All fits so far, as reports show them."""
+        return ReportedRun(self.incidents, self.recording, self.directory)
+
+    def _counted(self) -> Totals:
+        """Return the numbers of steps of all fits so far."""
+        totals = self._reported.totals
+        return totals if totals.steps is not None else totals._replace(steps=0)
+
+    # Loops without `fit`
+
+    @contextlib.contextmanager
+    def watch(self, model: Any, *optimizers: Any) -> Iterator[None]:
+        """Return a context in which the steps that `step` returns are guarded.
+
+        Args:
+            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch
+                also a `torch.nn.Module`.
+            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch
+                also those of `torch.optim`. On JAX omit an optimizer of optax, because its state is
+                part of the state of the step.
+
+        Raises:
+            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
+                for example), or if the model or an optimizer is one of `tf_keras`.
+            GuardInUseError: if this guard already watches a loop.
+
+        Example:
+
+        ```python
+        with guard.watch(model, optimizer):
+            step = guard.step(train_step)
+            for x, y in batches:
+                loss = step(x, y)
+                if guard.stopped:
+                    break
+        ```
+        """
+        if self._loop is not None:
+            raise GuardInUseError(
+                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
+                " loop. Use one NanGuard per loop."
+            )
+        model, optimizers = loop.guardable(model, optimizers)
+        self.session = session = self._session(model, optimizers)
+        self._log.begin(session.run.directory)
+        self._warn_about_policy()
+        resumed, self._loop = self._resumed_from(), session
+        try:
+            with loop.watching(session, self._log, resumed):
+                yield
+        finally:
+            self._loop = None
+
+    def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        """Return the train step as a transaction.
+
+        Args:
+            function: a train step that computes a loss and gradients, and calls `optimizer.apply`.
+                A Python function runs eagerly. A `tf.function` is compiled with its own settings,
+                including XLA. Every scalar that it returns counts as a loss. On PyTorch the losses
+                are the scalars whose backward pass it runs, if it runs any.
+
+        Returns:
+            A callable with the same arguments and results. A refused step returns its computed
+            values, including NaN. Check `guard.refused` after each call.
+
+        Raises:
+            GuardError: when called outside of `watch`.
+        """
+        return loop.guarded(function, self._watched)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last step was refused."""
+        return self.session is not None and self.session.run.counts.last_refused
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy has ended training. Your own loop has to check this after each step:
+        later ones have no effect.
+        """
+        return self.session is not None and self.session.run.stopped
+
+    def _watched(self) -> Session:
+        """Return the session of the running loop."""
+        if self._loop is None:
+            raise GuardError(
+                "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
+                " outside. Move the loop into the with block."
+            )
+        return self._loop
+
+    # What Keras calls
 
     def set_model(self, model: Any = None) -> None:
         """Attach to the model. Keras calls this before anything else.
@@ -176,60 +320,18 @@ class NanGuard(keras.callbacks.Callback):
         if model is None:
             return
         fit = None if self._attached is None else self._attached.fit
-        if (self._watching or (fit is not None and fit.encloses)) and evaluates():
+        in_loop = self._loop is not None
+        if (in_loop or (fit is not None and fit.encloses)) and evaluates():
             return
-        if self._watching or (fit is not None and fit.runs):
+        if in_loop or (fit is not None and fit.runs):
+            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
             raise GuardInUseError(
-                "Expected a guard that is not in use. Received: a guard of a running fit of"
-                f" {getattr(self.model, 'name', None)!r}. Create a separate NanGuard for each fit"
-                " that runs at the same time."
+                f"Expected a guard that is not in use. Received: a guard of a running {running}."
+                " Create a separate NanGuard for each fit that runs at the same time."
             )
         self._detach()
         super().set_model(model)
         self._attach(model)
-
-    def _attach(self, model: Any) -> None:
-        """Attach to the fit that is calling this code."""
-        other = attached_to(model)
-        if other is not None:
-            if other.in_use(strictly=True):
-                text = (
-                    "Two NanGuards in one fit: only the first one is used. Pass only one in"
-                    " callbacks=[...]."
-                )
-                warnings.warn(text, stacklevel=outside())
-                return
-            other.detach()
-        self.session = self._session(model)
-        shown = (self.logs, self.diagnose)
-        self._attached = Attached(self.session, self._log, *shown, self._detach)
-        self._log.begin(self.session.run.directory)
-
-    def _session(self, model: Any, optimizers: Any = None) -> Session:
-        """Return the host side of the steps of a model, which continues that of its last fit.
-
-        Args:
-            model: the model.
-            optimizers: the optimizers of a loop without `fit`; by default those of the model.
-        """
-        from keras_nanguard._diagnose.explainer import Explainer
-
-        log = self._log
-        own = (self.functions, self.directory, log.line)
-        run = Run(model, self.policy, log.recorder, optimizers, *own)
-        explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
-        session = Session(run, log.announce, explain, log.bad_rows)
-        if self.session is not None and self.session.run.model is model:
-            session.follow(self.session)
-        return session
-
-    def _detach(self) -> None:
-        """Restore the model's own methods."""
-        attached, self._attached = self._attached, None
-        if attached is not None:
-            attached.close()
-
-    # What Keras calls
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
@@ -245,40 +347,6 @@ class NanGuard(keras.callbacks.Callback):
         self._warn_about_policy()
         self._attached.resume(self._resumed_from(plan.get("steps")))
 
-    def _warn_about_policy(self) -> None:
-        self._log.attempt("look for rules without effect", self._print_policy_warnings)
-
-    def _print_policy_warnings(self) -> None:
-        """Print one line, once, for each rule or setting of the policy without effect in this run.
-
-        If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
-        after the first epoch.
-        """
-        if self.session is None or not self.verbose:
-            return
-        model, paths = self.session.run.model, None
-        self._unnamed = not getattr(model, "built", True)
-        if getattr(model, "built", False):
-            state = TrainState.of(model, self.session.run.optimizers)
-            paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
-        name = str(getattr(model, "name", "")) or type(model).__name__
-        for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
-            self._log.once(f"NanGuard: {line}")
-
-    # Resuming: the state is chosen after all callbacks have restored theirs
-
-    def _resumed_from(self, steps: int | None = None) -> Resumed | None:
-        """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
-        if self.directory is None or not self.resume or self._resumed:
-            return None
-        self._resumed = True
-        found = find(self.directory, steps)
-        what = "snapshot to resume from (its step, -1 for none)"
-        processes.require_agreement(-1 if found is None else found.record.step, what)
-        return found
-
-    # The epochs and the results
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, unless the `CallbackList` has begun it already."""
         if self._attached is not None and not self._attached.fit.known:
@@ -288,7 +356,7 @@ class NanGuard(keras.callbacks.Callback):
         """Report the skipped steps of the epoch, and record it."""
         if self._attached is None:
             return
-        if self._unnamed:
+        if self._names_missing:
             self._warn_about_policy()
         self._attached.warn_unless_begun()
         self._attached.end_epoch(epoch, logs)
@@ -342,169 +410,101 @@ class NanGuard(keras.callbacks.Callback):
         if attached is not None and not attached.training and attached.fit.calls:
             self._detach()
 
-    # Loops without `fit`
+    # Attaching to a model, and detaching
 
-    @contextlib.contextmanager
-    def watch(self, model: Any, *optimizers: Any) -> Iterator[None]:
-        """Return a context in which the steps that `step` returns are guarded.
-
-        Args:
-            model: a `keras.Model` or `keras.Layer` with the weights, compiled or not; on PyTorch
-                also a `torch.nn.Module`.
-            *optimizers: the Keras optimizers of the loop; by default those of the model. On PyTorch
-                also those of `torch.optim`. On JAX omit an optimizer of optax, because its state is
-                part of the state of the step.
-
-        Raises:
-            GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
-                for example), or if the model or an optimizer is one of `tf_keras`.
-            GuardInUseError: if this guard already watches a loop.
-
-        Example:
-
-        ```python
-        with guard.watch(model, optimizer):
-            step = guard.step(train_step)
-            for x, y in batches:
-                loss = step(x, y)
-                if guard.stopped:
-                    break
-        ```
-        """
-        if self._watching:
-            raise GuardInUseError(
-                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
-                " loop. Use one NanGuard per loop."
-            )
-        model, optimizers = loop.guardable(model, optimizers)
-        self.session = self._session(model, optimizers)
+    def _attach(self, model: Any) -> None:
+        """Attach to the fit that is calling this code."""
+        other = attached_to(model)
+        if other is not None:
+            if other.in_use(strictly=True):
+                text = (
+                    "Two NanGuards in one fit: only the first one is used. Pass only one in"
+                    " callbacks=[...]."
+                )
+                warnings.warn(text, stacklevel=outside())
+                return
+            other.detach()
+        self.session = self._session(model)
+        shown = (self.logs, self.diagnose)
+        self._attached = Attached(self.session, self._log, *shown, self._detach)
         self._log.begin(self.session.run.directory)
-        self._warn_about_policy()
-        resumed, self._watching = self._resumed_from(), True
-        try:
-            with loop.watching(self.session, self._log, resumed):
-                yield
-        finally:
-            self._watching = False
 
-    def step(self, function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-        """Return the train step as a transaction.
+    def _session(self, model: Any, optimizers: Any = None) -> Session:
+        """Return the host side of the steps of a model, which continues that of its last fit.
 
         Args:
-            function: a train step that computes a loss and gradients, and calls `optimizer.apply`.
-                A Python function runs eagerly. A `tf.function` is compiled with its own settings,
-                including XLA. Every scalar that it returns counts as a loss. On PyTorch the losses
-                are the scalars whose backward pass it runs, if it runs any.
-
-        Returns:
-            A callable with the same arguments and results. A refused step returns its computed
-            values, including NaN. Check `guard.refused` after each call.
-
-        Raises:
-            GuardError: when called outside of `watch`.
+            model: the model.
+            optimizers: the optimizers of a loop without `fit`; by default those of the model.
         """
-        return loop.guarded(function, self._watched)
+        from keras_nanguard._diagnose.explainer import Explainer
 
-    def _watched(self) -> Session:
-        """Return the session of the running loop."""
-        if not self._watching or self.session is None:
-            raise GuardError(
-                "Expected a call inside of `with guard.watch(model, optimizer):`. Received: one"
-                " outside. Move the loop into the with block."
-            )
-        return self.session
+        log = self._log
+        own = (self.functions, self.directory, log.line)
+        run = Run(model, self.policy, log.recorder, optimizers, *own)
+        explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
+        session = Session(run, log.announce, explain, log.bad_rows)
+        if self.session is not None and self.session.run.model is model:
+            session.follow(self.session)
+        return session
 
-    @property
-    def refused(self) -> bool:
-        """Whether the last step was refused."""
-        return self.session is not None and self.session.run.counts.last_refused
+    def _detach(self) -> None:
+        """Restore the model's own methods."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.close()
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the policy has ended training. Your own loop has to check this after each step:
-        later ones have no effect.
+    # The begin of a run: the policy is checked, and a snapshot to resume from is found
+
+    def _warn_about_policy(self) -> None:
+        self._log.attempt("look for rules without effect", self._print_policy_warnings)
+
+    def _print_policy_warnings(self) -> None:
+        """Print one line, once, for each rule or setting of the policy without effect in this run.
+
+        If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
+        after the first epoch.
         """
-        return self.session is not None and self.session.run.stopped
+        if self.session is None or not self.verbose:
+            return
+        model, paths = self.session.run.model, None
+        self._names_missing = not getattr(model, "built", True)
+        if getattr(model, "built", False):
+            state = TrainState.of(model, self.session.run.optimizers)
+            paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
+        name = str(getattr(model, "name", "")) or type(model).__name__
+        for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
+            self._log.once(f"NanGuard: {line}")
 
-    # What a user reads
-
-    @property
-    def recording(self) -> Recording:
-        """The `Recording` of all steps and events so far. It is a copy from memory."""
-        return self._log.recorder.recording
-
-    def bad_samples(self, path: str | os.PathLike[str] | None = None) -> tuple[BadSample, ...]:
-        """Return the rows of the data that caused bad steps, each once, in the order in which they
-        were found.
-
-        A row is identified by its values, so shuffling does not matter. If `fit` trains on arrays,
-        `index` is its index in `x`. Otherwise `index` is `None`, and the label is the beginning of
-        its fingerprint, or its name from `sample_ids`. An augmented row is a new row in each epoch.
-
-        Args:
-            path: a `.csv` file to write the rows to, or `None`. If there are several processes, the
-                first one writes it.
-
-        Raises:
-            GuardError: if the suffix is another one, or `path` is not a path.
-            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
-        """
-        found = tuple(self._log.recorder.samples.values())
-        if path is not None:
-            require_path(path, 'Write guard.bad_samples("bad.csv").')
-        if path is not None and processes.index() == 0:
-            files.write_samples(found, path)
+    def _resumed_from(self, steps: int | None = None) -> Resumed | None:
+        """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
+        if self.directory is None or not self.resume or self._resumed:
+            return None
+        self._resumed = True
+        found = find(self.directory, steps)
+        what = "snapshot to resume from (its step, -1 for none)"
+        processes.require_agreement(-1 if found is None else found.record.step, what)
         return found
 
-    @property
-    def _run(self) -> ReportedRun:
-        """All fits so far, as reports show them."""
-        return ReportedRun(self.incidents, self.recording, self.directory)
+    # Copies: tuners copy callbacks for each trial, other processes get pickles
 
-    def _counted(self) -> Totals:
-        """Return the numbers of steps of all fits so far."""
-        totals = self._run.totals
-        return totals if totals.steps is not None else totals._replace(steps=0)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy or a pickle: everything except the fit."""
+        of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
+        flags = dict.fromkeys(("_resumed", "_names_missing"), False)
+        return {**vars(self), **of_fit, **flags}
 
-    def __repr__(self) -> str:
-        return f"NanGuard({self.policy.preset!r}, {times(len(self.incidents), 'incident')})"
+    def __copy__(self) -> Any:
+        """Return the same as `copy.deepcopy`."""
+        return copy.deepcopy(self)
 
-    def __str__(self) -> str:
-        return self.summary()
-
-    def summary(self) -> str:
-        """Return a summary of all fits so far: numbers of steps, incidents by cause, and
-        actions.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy with the same functions and names of rows. It does not resume, because the
+        snapshots in the directory belong to the original.
         """
-        return summary(self.incidents, self._counted())
-
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a report of all fits so far to a file, and return its path.
-
-        The suffix of the path selects the format. `.html` is a self-contained page with curves,
-        incidents, layers and bad rows, `.json` one object with a format number, and `.jsonl` one
-        incident per line. The file is written atomically. If there are several
-        processes, the first one writes it.
-
-        Raises:
-            GuardError: if the suffix is another one, or `path` is not a path.
-            OSError: if it cannot be written, such as `FileNotFoundError` if its folder is missing.
-        """
-        require_path(path, 'Write guard.report("run.html").')
-        if processes.index() != 0:
-            return Path(path)
-        return files.write(self._run, path)
-
-    def plot(self) -> Any:
-        """Return a matplotlib figure of loss, gradient norm, learning rate and loss scale, with
-        marks for all actions.
-
-        Needs the extra `plot`. The figure is not shown: `guard.plot().savefig("run.png")`.
-
-        Raises:
-            GuardError: if matplotlib is not installed.
-        """
-        return curves(self.recording)
+        made = memo[id(self)] = type(self).__new__(type(self))
+        memo |= {id(shared): shared for shared in (self.functions, self.sample_ids)}
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _resumed=True)
+        return made
 
 
 def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:

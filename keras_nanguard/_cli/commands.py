@@ -244,6 +244,12 @@ def replay(given: argparse.Namespace) -> int:
 
     A step that is bad again, or fails, is a finding.
     """
+    from keras_nanguard._files.bundles import folder_of
+    from keras_nanguard._files.formats.limits import refuse_missing
+
+    folder_of(given.bundle)
+    if given.model is not None:
+        refuse_missing(given.model, "a model file")
     from keras_nanguard._diagnose.replay import replay as run
 
     found = run(

@@ -108,8 +108,12 @@ HINTS: dict[str, str] = _FILE["hints"]
 """Advice by the operation or layer that produced a bad value."""
 
 
-def causes_with(name: str) -> frozenset[str]:
-    """Return the causes whose table has a property, such as `rate`."""
+CauseProperty = Literal["batch", "data", "start", "rate", "settings"]
+"""A property of a cause, which `causes.toml` explains."""
+
+
+def causes_with(name: CauseProperty) -> frozenset[str]:
+    """Return the causes that have a property."""
     return frozenset(cause for cause, table in CAUSE_WORDS.items() if table.get(name))
 
 

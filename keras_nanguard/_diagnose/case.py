@@ -321,9 +321,9 @@ def standardized(role: str, value: Any, ids: bool = True) -> Any:
     Args:
         ids: whether integers in the inputs are ids, which are not scaled.
     """
-    if keras_arrays.is_sparse(value) or hasattr(value, "nested_row_splits"):
+    if keras_arrays.is_sparse(value) or keras_arrays.is_ragged(value):
         return value
-    array = finiteness.widen(keras_variables.dense(value))
+    array = finiteness.widen(keras_arrays.dense(value))
     is_float = array.dtype.kind == "f"
     counts = array.dtype.kind in "iu" and role == "inputs" and not ids
     if not (is_float or counts) or role == "sample_weight" or not array.ndim:

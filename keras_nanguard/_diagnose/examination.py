@@ -25,6 +25,7 @@ from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     layers as keras_layers,
     losses as keras_losses,
     variables as keras_variables,
@@ -200,7 +201,7 @@ def _evidence(
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
-        outputs = map(keras_variables.dense, keras.tree.flatten(training.outputs))
+        outputs = map(keras_arrays.dense, keras.tree.flatten(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
     case = Case(shown.step, batch, evidence).with_run(run)
     if not run.finite:

@@ -26,7 +26,11 @@ from keras_nanguard._diagnose.case import (
 )
 from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    layers as keras_layers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 TRIAL_STEPS = 6
@@ -142,7 +146,7 @@ def _in_inference(case: Case) -> dict[str, Any]:
             outputs = case.step.model(data[0], training=False)
         except Exception:  # noqa: BLE001  a custom model need not accept this call
             return {}
-    arrays = (array for _, array in keras_variables.named_arrays(outputs))
+    arrays = (array for _, array in keras_arrays.named_arrays(outputs))
     return {"inference": "finite" if all(map(finiteness.is_finite, arrays)) else "bad"}
 
 

@@ -68,11 +68,11 @@ def can_be_read(arrays: Sequence[Array]) -> bool:
     return sum(array.nbytes for array in arrays) <= 2 * MAX_BYTES
 
 
-def read(path: str | Path | None) -> Bundle:
-    """Read a bundle.
+def folder_of(path: str | Path | None) -> Path:
+    """Return the folder of a bundle.
 
     Raises:
-        BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
+        BundleError: if it is missing, or not the folder of a bundle.
     """
     folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
     what = "the folder of an incident"
@@ -83,6 +83,16 @@ def read(path: str | Path | None) -> Bundle:
         raise _refused(what, received, f"Pass Incident.bundle of a diagnosed incident; {kept}.")
     if not (folder / "bundle.json").is_file():
         raise _refused(what, repr(str(path)), "It contains bundle.json; see Incident.bundle.")
+    return folder
+
+
+def read(path: str | Path | None) -> Bundle:
+    """Read a bundle.
+
+    Raises:
+        BundleError: if it is not a bundle, missing, of a newer format, damaged or hostile.
+    """
+    folder = folder_of(path)
     try:
         return _read(folder)
     except BundleError:

@@ -14,6 +14,7 @@ from keras_nanguard._core.finiteness import dtype_name, is_float
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.names import role_of
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
@@ -92,7 +93,7 @@ def _live(who: Identity, location: str, variable: Any, owner: Any) -> LiveArray:
 
 def _value(variable: Any) -> NDArray[Any]:
     """Return a copy of the value of a variable of Keras or of the backend."""
-    return keras_variables.read_tensor(keras_variables.native(variable))
+    return keras_arrays.read_tensor(keras_variables.native(variable))
 
 
 def _named_optimizers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -126,7 +126,11 @@ class Limits:
                 what, remedy = f"{name} to be a number above 0", "Leave it out for the default."
                 raise GuardError(expected(what, f"{name}={value!r}", remedy))
             if value is not None:  # a number of NumPy cannot be sent to the worker
-                object.__setattr__(self, name, float(value))
+                try:
+                    bound = float(value)
+                except OverflowError:  # a whole number above any float
+                    bound = math.inf
+                object.__setattr__(self, name, bound)
 
     def of(self, who: Identity) -> float:
         """Return the limit of one variable, infinite if there is none. The statistics of a

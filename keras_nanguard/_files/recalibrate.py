@@ -11,6 +11,7 @@ the size of the batches.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ def recalibrate(
     require_count("batch_size", batch_size)
     if steps is not None:
         require_count("steps", steps)
+        steps = min(steps, sys.maxsize)
     arrays = live_arrays(model)
     layers = _batchnorms(arrays, as_words(only, "only"), f"model={model.name}")
     estimates = [_Estimate(path, layer) for path, layer in layers]

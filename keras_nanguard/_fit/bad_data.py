@@ -23,7 +23,7 @@ from keras_nanguard._core.data import argument_path, leaves
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.plain_values import printable
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, fitting as keras_fitting
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample
 
@@ -168,7 +168,7 @@ def _name(value: Any) -> str:
 
 def _row_arrays(batch: Any, count: int) -> Arrays:
     """Return the arrays of a batch with one entry per row."""
-    dense = (part for part in batches.parts(batch) if not hasattr(part.value, "nested_row_splits"))
+    dense = (part for part in batches.parts(batch) if not keras_arrays.is_ragged(part.value))
     arrays = {(part.role, part.path): part.array for part in dense}
     return {key: array for key, array in arrays.items() if array.ndim and array.shape[0] == count}
 
@@ -259,7 +259,7 @@ def _flat(whole: Any) -> Array | None:
     shape = (int(size) for size in getattr(whole, "shape", ()) if size is not None)
     if not stays and math.prod(shape) > MAX_COPIED:
         return None
-    found: Array = whole if isinstance(whole, np.ndarray) else keras_variables.dense(whole)
+    found: Array = whole if isinstance(whole, np.ndarray) else keras_arrays.dense(whole)
     return found.reshape(len(found), -1) if found.size else found.reshape(len(found), 0)
 
 

@@ -27,6 +27,7 @@ from keras_nanguard._fit.fit_logs import numbers
 from keras_nanguard._fit.results import one_batch
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
@@ -62,7 +63,7 @@ def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
     pairs = [(layer.moving_mean, layer.moving_mean_initializer) for layer in layers]
     pairs += [(layer.moving_variance, layer.moving_variance_initializer) for layer in layers]
     return [
-        (v, keras_variables.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
+        (v, keras_arrays.read_tensor(initializer(tuple(v.shape), dtype=v.dtype)))
         for v, initializer in pairs
     ]
 

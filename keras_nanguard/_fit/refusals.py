@@ -17,7 +17,11 @@ from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import tried
-from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    layers as keras_layers,
+    variables as keras_variables,
+)
 from keras_nanguard._policy.decide import is_of_data
 
 MUCH_HIGHER = 2.0**10
@@ -32,7 +36,7 @@ def findings_in_batch(report: Report | None, model: Any) -> list[Finding]:
         return []
     findings, names = [], keras_layers.input_names(model)
     for part in batches.parts(report.batch):
-        nan, infs, size = finiteness.counts(keras_variables.dense(part.value))
+        nan, infs, size = finiteness.counts(keras_arrays.dense(part.value))
         if nan or infs:
             site: Site = "inputs" if part.role == "inputs" else "targets"
             place = named(argument_path(part.path), names)

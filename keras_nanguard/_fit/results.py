@@ -19,7 +19,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.fit_logs import numbers
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, fitting as keras_fitting
 
 BATCHES = 64
 """Maximum number of batches that are read to find the cause of a bad result."""
@@ -36,7 +36,7 @@ def bad_metrics(logs: Any) -> list[Finding]:
 
 def bad_arrays(logs: Any) -> list[Finding]:
     """Return a finding for the first array of predictions that is not finite."""
-    for name, array in keras_variables.named_arrays((logs or {}).get("outputs")):
+    for name, array in keras_arrays.named_arrays((logs or {}).get("outputs")):
         nan, inf, size = finiteness.counts(array)
         if nan or inf:
             return [Finding("predictions", "nonfinite", name, nan, inf, size)]

@@ -1,4 +1,5 @@
-"""Tensors and arrays of every backend as NumPy arrays: sharded over several processes, or sparse.
+"""Tensors and arrays of every backend as NumPy arrays: sharded over several processes, sparse or
+ragged.
 
 A sparse tensor of TensorFlow or PyTorch, or a sparse array of JAX, has its zeros unless these are
 too many.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -47,6 +48,26 @@ def as_array(value: Any) -> Array:
         value = value.read_value() if hasattr(value, "read_value") else value
         return np.asarray(value if len(value.shape) else value.numpy())
     return np.asarray(whole(value))  # of JAX: `convert_to_numpy` of Keras copies it
+
+
+def read_tensor(tensor: Any) -> Array:
+    """Return a tensor's value as a new NumPy array."""
+    return np.array(as_array(tensor))
+
+
+def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, Array]]:
+    """Yield `(path, array)` for each tensor of nested data: `0`, `0/1`, `0/name`; no strings."""
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(data, dict):
+        children = data.items()
+    elif isinstance(data, (list, tuple)):
+        children = enumerate(data)
+    elif data is not None:
+        array = dense(data)
+        if array.dtype.kind not in "OSU":
+            yield path, array
+    for key, value in children:
+        yield from named_arrays(value, f"{path}/{key}" if path else str(key))
 
 
 def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, list[int]]:
@@ -102,23 +123,26 @@ def waiting_for(
         raise GuardError(expected(wanted, received, remedy)) from error
 
 
+# Sparse and ragged tensors
+
+
+def is_ragged(value: Any) -> bool:
+    """Whether it is a ragged tensor of TensorFlow."""
+    return hasattr(value, "nested_row_splits")
+
+
 def is_sparse(value: Any) -> bool:
     """Whether it is a sparse tensor of TensorFlow or PyTorch, or a sparse array of JAX."""
     return hasattr(value, "dense_shape") or is_convertible(value)
 
 
 def is_convertible(value: Any) -> bool:
-    """Whether it is a sparse array of JAX or PyTorch, for `with_zeros`."""
+    """Whether it is a sparse array of JAX or PyTorch, which has a method for its zeros."""
     of_torch = hasattr(value, "to_dense") and "sparse" in str(value.layout)
     return of_torch or hasattr(value, "todense")
 
 
-def with_zeros(value: Any) -> Any:
-    """Return such an array with its zeros."""
-    return value.todense() if hasattr(value, "todense") else value.detach().to_dense()
-
-
-def fits(value: Any) -> bool:
+def _fits(value: Any) -> bool:
     """Whether a sparse tensor may be read with its zeros."""
     return math.prod(_shape(value)) <= MAX_SPREAD
 
@@ -139,27 +163,43 @@ def coordinates(value: Any) -> tuple[Array, Array, tuple[int, ...]]:
     return indices[inside], values[inside], shape
 
 
-def dense(value: Any) -> Any:
+def dense(value: Any) -> Array:
+    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
+    `flat_values` of a ragged one.
+
+    A sparse array of JAX or PyTorch has its zeros, too, unless these are too many.
+    """
+    if is_convertible(value):
+        value = _converted(value)
+    for name in ("flat_values", "values"):
+        inner_values = getattr(value, name, None)
+        if inner_values is not None and not callable(inner_values):
+            return dense(inner_values)
+    return as_array(value)
+
+
+def _converted(value: Any) -> Any:
     """Return a sparse array with its zeros, or its stored values if there are too many zeros."""
-    if fits(value):
-        return with_zeros(value)
     if hasattr(value, "todense"):
-        return value.data
-    return (value.detach().coalesce() if value.is_sparse else value.detach()).values()
+        return value.todense() if _fits(value) else value.data
+    value = value.detach()
+    if _fits(value):
+        return value.to_dense()
+    return (value.coalesce() if value.is_sparse else value).values()
 
 
 def by_rows(value: Any) -> Array:
-    """Return a sparse array as a dense one with one row for each sample.
+    """Return a tensor as an array with one row for each sample.
 
-    If it is too large with its zeros, each row has only its stored values, padded with zeros. If
-    that is too large as well, all stored values are in a single row.
+    If a sparse one is too large with its zeros, each row has only its stored values, padded with
+    zeros. If that is too large as well, all stored values are in a single row.
     """
-    if is_convertible(value) and fits(value):
-        return as_array(with_zeros(value))
+    if not is_sparse(value) or (is_convertible(value) and _fits(value)):
+        return dense(value)
     if not has_coordinates(value):
-        return as_array(dense(value)).reshape(1, -1)
+        return dense(value).reshape(1, -1)
     indices, values, shape = coordinates(value)
-    if fits(value):
+    if _fits(value):
         places = tuple(indices.T)
     else:
         counts = np.bincount(indices[:, 0], minlength=shape[0])

@@ -47,7 +47,7 @@ def called_by_step(model: Any) -> list[Any]:
     """Return what Keras' train step calls: layers, losses, metrics, regularizers, constraints."""
     layers = keras_layers.layers_of(model)
     kinds = (keras.regularizers.Regularizer, keras.constraints.Constraint)
-    helpers = [v for layer in layers for v in vars(layer).values() if isinstance(v, kinds)]
+    helpers = [item for item in keras_layers.held_by(layers) if isinstance(item, kinds)]
     metrics = _within(getattr(model, "metrics", ()))
     losses = [loss for loss in keras_losses.losses_of(model) if hasattr(loss, "__dict__")]
     return keras_variables.unique([*layers, *losses, *metrics, *helpers])
@@ -62,9 +62,8 @@ def _within(metrics: Iterable[Any]) -> Iterator[Any]:
 
 def variables_of(objects: Iterable[Any]) -> list[Any]:
     """Return the Keras variables in attributes of objects, also those that no model lists."""
-    held = (value for item in objects for value in vars(item).values())
-    items = (item for value in held for item in keras_variables.flat(value))
-    return keras_variables.unique(v for v in items if keras_variables.is_variable(v))
+    held = keras_layers.held_by(objects)
+    return keras_variables.unique(filter(keras_variables.is_variable, held))
 
 
 def restorer(objects: Iterable[Any]) -> Callable[[], None]:

@@ -17,14 +17,14 @@ Private names of Keras:
   dtypes; `dtype` is read-only.
 - ``Functional._outputs_struct``: the keys of outputs in a dict.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
-- ``Layer._losses``: the losses added by `add_loss`.
+- ``Layer._losses``: the losses added by `add_loss`, those of the last call.
 - ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -33,7 +33,7 @@ from keras.src.backend.common import masking
 from keras.src.ops.function import Function
 
 from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 from keras_nanguard._keras.overrides import Overrides
 
 GENERATED_PREFIXES = ("keras_tensor", "input_layer")
@@ -61,6 +61,16 @@ def walk(layer: Any, outer: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         path = (*outer, str(child.name))
         yield path, child
         yield from walk(child, path)
+
+
+def held_by(objects: Iterable[Any]) -> Iterator[Any]:
+    """Yield the objects in attributes of objects, and in their lists, tuples and dicts; no losses
+    of the last call.
+    """
+    for item in objects:
+        for name, value in vars(item).items():
+            if name != "_losses":
+                yield from keras_variables.flat(value)
 
 
 def recurrent_states(layer: Any) -> list[Any]:
@@ -97,7 +107,7 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
         start = STARTS.get(variable.name)
         return None if start is None else np.full(shape, start)
     value = keras.initializers.get(initializer)(shape, dtype=variable.dtype)
-    drawn = keras_variables.read_tensor(value)
+    drawn = keras_arrays.read_tensor(value)
     unit_forget = variable.name == "bias" and getattr(owner, "unit_forget_bias", False)
     return with_unit_forget_bias(drawn) if unit_forget else drawn
 

@@ -41,9 +41,8 @@ def losses_of(model: Any) -> list[Any]:
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
     found += [loss for _, loss in losses_by_output(model)]
-    for layer in keras_layers.layers_of(model):
-        items = [item for v in vars(layer).values() for item in keras_variables.flat(v)]
-        found += [item for item in items if isinstance(item, keras.losses.Loss)]
+    held = keras_layers.held_by(keras_layers.layers_of(model))
+    found += [item for item in held if isinstance(item, keras.losses.Loss)]
     return keras_variables.unique(found)
 
 

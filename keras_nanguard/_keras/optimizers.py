@@ -29,7 +29,8 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras.layers import held_by
 from keras_nanguard._keras.overrides import Overrides
 
 
@@ -78,13 +79,11 @@ def find_optimizers(model: Any) -> list[Any]:
     These are `model.optimizer` and every optimizer that is an attribute of the model, or an element
     of a list, tuple or dict attribute (a GAN has two of them, and leaves `model.optimizer` unused).
     """
-    found: dict[int, Any] = {}
-    for value in [getattr(model, "optimizer", None), *vars(model).values()]:
-        for item in keras_variables.flat(value):
-            if isinstance(item, keras.optimizers.Optimizer):
-                found[id(item)] = item
-    wrapped = {id(inner(item)) for item in found.values() if inner(item) is not item}
-    return [item for key, item in found.items() if key not in wrapped]
+    held = (*keras_variables.flat(getattr(model, "optimizer", None)), *held_by([model]))
+    optimizers = (item for item in held if isinstance(item, keras.optimizers.Optimizer))
+    found = keras_variables.unique(optimizers)
+    wrapped = {id(inner(item)) for item in found if inner(item) is not item}
+    return [item for item in found if id(item) not in wrapped]
 
 
 def given_rate(optimizer: Any) -> Any:
@@ -95,7 +94,7 @@ def given_rate(optimizer: Any) -> Any:
 def learning_rate(optimizer: Any) -> float:
     """Return the rate of the optimizer's next step, from a number, a schedule or a callable."""
     rate = inner(optimizer)._get_current_learning_rate()
-    return float(keras_variables.read_tensor(keras_variables.native(rate)))
+    return float(keras_arrays.read_tensor(keras_variables.native(rate)))
 
 
 def rate_if_known(read: Callable[..., float], *args: Any) -> float | None:
@@ -170,7 +169,7 @@ def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
 def scheduled_rate(optimizer: Any, iteration: int) -> float:
     """Return the rate that the schedule of an optimizer gives at an iteration."""
     step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
-    return float(keras_variables.read_tensor(given_rate(inner(optimizer))(step)))
+    return float(keras_arrays.read_tensor(given_rate(inner(optimizer))(step)))
 
 
 def is_about_unknown_variable(error: BaseException) -> bool:

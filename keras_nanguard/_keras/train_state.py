@@ -75,7 +75,8 @@ class TrainState:
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
-        held = _held_by(layers)
+        # without plain values: a vocabulary may be long
+        held = [item for item in keras_layers.held_by(layers) if type(item) not in _PLAIN]
         results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
         no_slots = [*rates, *itertools.chain(*scales), *trainable]
@@ -150,14 +151,6 @@ def _unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any,
     """Return each variable once, in order, without some."""
     left_out = set(map(id, besides))
     return tuple(v for v in keras_variables.unique(variables) if id(v) not in left_out)
-
-
-def _held_by(layers: Iterable[Any]) -> list[Any]:
-    """Return the objects in attributes of layers, and in their lists, tuples and dicts."""
-    attributes = [item for layer in layers for item in vars(layer).items()]
-    values = [value for name, value in attributes if name != "_losses"]  # those of the last call
-    every = (item for value in values for item in keras_variables.flat(value))
-    return [item for item in every if type(item) not in _PLAIN]  # a vocabulary may be long
 
 
 def _of_kind(held: Iterable[Any], name: str) -> list[Any]:

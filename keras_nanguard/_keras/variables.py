@@ -1,4 +1,5 @@
-"""The values of variables and tensors as NumPy arrays: copied, viewed, written, all or none.
+"""The variables of a model: what each is, and its value as a NumPy array: copied, viewed, written,
+all or none.
 
 Private names of Keras:
 
@@ -223,46 +224,6 @@ def view(variable: Any) -> np.ndarray[Any, Any]:
 def is_finite(variable: Any) -> bool:
     """Return whether every entry of the variable's value is finite."""
     return finiteness.is_finite(view(variable))
-
-
-def read_tensor(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor's value as a new NumPy array."""
-    return np.array(keras_arrays.as_array(tensor))
-
-
-def dense(value: Any) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor as a NumPy array: the `values` of a sparse tensor, the
-    `flat_values` of a ragged one.
-
-    A sparse array of JAX or PyTorch has its zeros, too, unless these are too many.
-    """
-    if keras_arrays.is_convertible(value):
-        value = keras_arrays.dense(value)
-    for name in ("flat_values", "values"):
-        inner_values = getattr(value, name, None)
-        if inner_values is not None and not callable(inner_values):
-            return dense(inner_values)
-    return keras_arrays.as_array(value)
-
-
-def by_rows(value: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array with one row for each sample; see `arrays.by_rows`."""
-    return keras_arrays.by_rows(value) if keras_arrays.is_sparse(value) else dense(value)
-
-
-def named_arrays(data: Any, path: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield `(path, array)` for each tensor of nested data: `0`, `0/1`, `0/name`; no strings."""
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(data, dict):
-        children = data.items()
-    elif isinstance(data, (list, tuple)):
-        children = enumerate(data)
-    elif data is not None:
-        array = dense(data)
-        if array.dtype.kind not in "OSU":
-            yield path, array
-    for key, value in children:
-        yield from named_arrays(value, f"{path}/{key}" if path else str(key))
 
 
 # Writing

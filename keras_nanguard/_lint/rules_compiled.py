@@ -270,7 +270,7 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
         if found := rejected(output.loss, array, classes_of(output.loss, output.shape)):
             kind = class_of(output.loss)
             yield output.name, f"targets with {found.clause}, which {kind} does not accept"
-        elif class_of(output.loss) in _OF_CLASSES and array.ndim > 1:
+        elif class_of(output.loss) in _OF_CLASSES and array.ndim == len(output.shape) > 1:
             total = array.astype(np.float64).sum(class_axis(output.loss))
             if np.abs(total - 1).max() > 0.01:
                 sums = f"{total.min():g} to {total.max():g}"

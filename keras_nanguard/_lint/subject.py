@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.layers import (
     class_of,
     graph_operations,
@@ -227,6 +227,6 @@ def _as_loss(given: Any) -> Any:
 def _array(value: Any) -> NDArray[Any] | None:
     if value is None or not hasattr(value, "shape"):
         return None
-    array = finiteness.widen(keras_variables.dense(value))
+    array = finiteness.widen(keras_arrays.dense(value))
     array = np.abs(array) if array.dtype.kind == "c" else array
     return array if array.dtype.kind in "fiub" and array.size else None

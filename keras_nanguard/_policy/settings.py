@@ -132,7 +132,7 @@ class Limit(Record):
 
     site: Literal["weights", "statistics", "slots"] = Field(description="what it applies to")
     max_abs: float = Field(gt=0, description="a larger magnitude is `out_of_range`")
-    layer: Globs = Field(default=("*",), description="globs of Keras paths")
+    layer: Globs = Field(default=("*",), min_length=1, description="globs of Keras paths")
 
 
 class Rule(Record):

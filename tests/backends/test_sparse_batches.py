@@ -9,7 +9,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._backends import current
-from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays
 
 pytestmark = pytest.mark.requires_backend("tensorflow", "jax", reason="Keras has no sparse tensors on PyTorch")
 
@@ -52,7 +52,7 @@ def unspread(monkeypatch, set_limit):
 
 def test_with_zeros():
     """A small one is read completely."""
-    np.testing.assert_array_equal(keras_variables.by_rows(sparse(DENSE, padding=3)), DENSE)
+    np.testing.assert_array_equal(keras_arrays.by_rows(sparse(DENSE, padding=3)), DENSE)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(12, [[3, 1, 0], [0, 0, 0], [5, 0, 0], [2, 7, 4]]), (3, [[3, 1, 5, 2, 7, 4]])])
@@ -60,8 +60,8 @@ def test_without_zeros(unspread, most, expected):
     """The stored values of a row are side by side; too many of them are in one row."""
     unspread(most)
     value = sparse(DENSE, padding=3)
-    assert keras_variables.by_rows(value).tolist() == expected
-    assert keras_variables.dense(value).ravel()[:6].tolist() == [3, 1, 5, 2, 7, 4]
+    assert keras_arrays.by_rows(value).tolist() == expected
+    assert keras_arrays.dense(value).ravel()[:6].tolist() == [3, 1, 5, 2, 7, 4]
 
 
 @pytest.mark.parametrize("kept", [[0, 3], [2], [1], []])

@@ -155,7 +155,10 @@ def test_closed_streams_are_not_an_error(bad, closed):
     assert subprocess.run(command, shell=True, capture_output=True).returncode == FOUND
 
 
-QUICK = (["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", "{good}"])
+QUICK = (
+    *(["--help"], ["scan", "{good}"], ["check-policy", "recover", "--model", "{good}"]),
+    ["replay", "missing"],
+)
 
 
 @pytest.mark.parametrize("words", QUICK, ids=lambda words: words[0])

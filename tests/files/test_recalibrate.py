@@ -155,6 +155,8 @@ def test_any_source_of_batches_will_do(keras):
         np.testing.assert_allclose(variance, found[0], rtol=1e-5)
     first = chain(keras, keras.layers.BatchNormalization())
     assert recalibrate(first, Data(), steps=1).batches == 1
+    assert recalibrate(first, x, batch_size=10, steps=10**30).batches == 4
+    recalibrate(first, Data(), steps=1)
     np.testing.assert_allclose(first.layers[0].moving_mean.numpy(), x[:10].mean(0), atol=1e-6)
     named = keras.Input((4,), name="a")
     model = keras.Model({"a": named}, keras.layers.BatchNormalization()(named))

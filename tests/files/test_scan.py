@@ -327,5 +327,6 @@ def test_saved_arrays_keep_their_names_and_dtypes(tmp_path):
 
 def test_limits_can_be_numbers_of_numpy(make):
     """For a file, too, whose limits go to another process as JSON."""
+    assert scan(make.keras(), limit=10**400).ok
     report = scan(make.keras(), limit=np.float32(8.5), statistics_limit=np.int64(10**6))
     assert [problem.code for entry in report.bad for problem in entry.problems] == ["beyond_limit"]

@@ -349,6 +349,13 @@ def test_data_of_any_float_dtype_are_checked():
         assert lint(model, np.zeros((4, 2), dtype)).ok
 
 
+def test_targets_without_the_axis_of_the_classes():
+    """A loss that the first step would refuse does not end the check."""
+    model = keras.Sequential([keras.Input((4, 3)), layers.Dense(3, activation="softmax")])
+    model.compile("adam", keras.losses.CategoricalCrossentropy(axis=2))
+    assert lint(model, np.zeros((8, 4, 3), "f4"), np.eye(3)[np.zeros(8, int)]).ok
+
+
 def test_bad_targets_of_a_model_whose_graph_is_not_known():
     class Subclassed(keras.Model):
         def call(self, inputs):

@@ -243,6 +243,7 @@ def test_all_problems_are_reported_at_once_with_path_and_nearest_word():
         ({"lower_lr": {"min_lr": float("inf")}}, "finite number"),
         ({"loss_scale": {"floor": 9.0, "ceiling": 2.0}}, "floor <= ceiling = 2"),
         ({"rules": [{"name": "a", "do": []}]}, "rules[0].do: expected at least one"),
+        ({"limits": [{"site": "slots", "max_abs": 1, "layer": []}]}, "limits[0].layer: expected at least one"),
         ({"rules": [{"name": "a", "do": {"stop": {}, "warn": {}}}]}, "one action in each table"),
         ({"rules": [{"name": "a", "do": "call"}]}, "do.function: expected a value"),
         ({"rules": [{"name": "a\n", "do": "stop"}]}, "a name of at most 64"),

@@ -229,7 +229,7 @@ def test_results_in_the_middle_of_a_loop():
         session = guard.session
         model.evaluate(data.x, data.y, verbose=0, callbacks=[guard])
         assert guard.session is session
-        with pytest.raises(GuardInUseError, match="Create a separate NanGuard"):
+        with pytest.raises(GuardInUseError, match=r"a running loop\. Create a separate NanGuard"):
             zoo.fit(zoo.plain(), data, guard)
 
 

@@ -16,7 +16,7 @@ from keras_nanguard._backends import current
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments
 from keras_nanguard._core.observations import BadArray, Spread
-from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.losses import logged_losses
 
 OUTLIER = 30.0
@@ -37,7 +37,7 @@ class Part:
     @property
     def array(self) -> finiteness.Array:
         """Its numbers."""
-        return keras_variables.by_rows(self.value)
+        return keras_arrays.by_rows(self.value)
 
 
 def parts(args: Any) -> list[Part]:
@@ -128,7 +128,7 @@ def spreads(args: Any, role: str) -> tuple[Spread, ...]:
     for part in parts(args):
         if part.role == role and (array := part.array).dtype.kind in "fiuV":
             own = spread(part.path, array)
-            is_ragged = hasattr(part.value, "nested_row_splits")
+            is_ragged = keras_arrays.is_ragged(part.value)
             found.append(replace(own, outliers=()) if is_ragged else own)
     return tuple(found)
 

@@ -24,6 +24,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._keras import (
+    arrays as keras_arrays,
     layers as keras_layers,
     losses as keras_losses,
     variables as keras_variables,
@@ -64,7 +65,7 @@ class Call:
     def rows(self) -> list[LayerRow]:
         """Return the row of each output in the table of layers."""
         finite = all_finite(self.inputs)
-        arrays = map(keras_variables.dense, self.outputs)
+        arrays = map(keras_arrays.dense, self.outputs)
         return [layer_row(self.path, self.layer_class, array, finite) for array in arrays]
 
 
@@ -80,7 +81,7 @@ class LayerTable:
     def ended(self, call: Call) -> None:
         """Record a call that has ended, and release its tensors."""
         if call.role == LOSS and call.path != COMPILE_LOSS:
-            self.sample_losses += [(call.path, keras_variables.dense(t)) for t in call.outputs]
+            self.sample_losses += [(call.path, keras_arrays.dense(t)) for t in call.outputs]
         elif call.role == LAYER and (call.number <= CALLS or not all_finite(call.outputs)):
             self.rows += call.rows() if len(self.rows) < ROWS else []
         call.inputs, call.outputs = [], []
@@ -279,7 +280,7 @@ def layer_row(
 
 def all_finite(tensors: Iterable[Any]) -> bool:
     """Whether every entry of these tensors is finite."""
-    return all(finiteness.is_finite(keras_variables.dense(t)) for t in tensors)
+    return all(finiteness.is_finite(keras_arrays.dense(t)) for t in tensors)
 
 
 class CallOrigins:
@@ -325,7 +326,7 @@ class CallOrigins:
         return None
 
     def _origin(self, call: Call, phase: str, results: Sequence[Any]) -> Origin:
-        arrays = [finiteness.widen(keras_variables.dense(t)) for t in results]
+        arrays = [finiteness.widen(keras_arrays.dense(t)) for t in results]
         nan, inf, size = map(sum, zip((0, 0, 0), *map(finiteness.counts, arrays)))
         path = "" if call.path == COMPILE_LOSS else call.path
         rows = (bad_rows(array, self.count)[0] for array in arrays if self.count > 1)

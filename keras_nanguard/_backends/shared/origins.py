@@ -22,7 +22,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import Operand, Origin
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays
 
 CONSTANT = Origin(1 << 60, "constant", "constant", "other")
 """Represents an infinite constant of the program itself."""
@@ -115,7 +115,7 @@ class OriginTracker:
         for place, (name, tensor) in enumerate(batch):
             if not is_finite(tensor):
                 origin = Origin(place - len(batch), "batch", name, "forward")
-                self._arrays.append((keras_variables.dense(tensor), origin))
+                self._arrays.append((keras_arrays.dense(tensor), origin))
                 self._keep(tensor, origin)
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class OriginTracker:
             return self._lineage[number]
         if number in self._variables and number not in self._tolerated:
             return self._stored(tensor)
-        return self._of_batch(keras_variables.dense(tensor)) or CONSTANT
+        return self._of_batch(keras_arrays.dense(tensor)) or CONSTANT
 
     def _stored(self, tensor: Any) -> Origin:
         """Return the origin of the initial value of a variable."""
@@ -237,7 +237,7 @@ class OriginTracker:
         known = [p for p in inputs.parents if p is not None and p is not CONSTANT]
         if known:
             return min(known, key=lambda origin: origin.order)
-        nan = (finiteness.counts(keras_variables.dense(tensor))[0] for tensor in bad)
+        nan = (finiteness.counts(keras_arrays.dense(tensor))[0] for tensor in bad)
         if constant or (CONSTANT in inputs.parents and not any(nan)):
             return CONSTANT
         return self._add(_NAMES.get(op, op), bad[0], inputs)
@@ -246,7 +246,7 @@ class OriginTracker:
         """Return a new origin: an operation, or, without `inputs`, the variable at the path `op`
         that had the value from the start.
         """
-        array = keras_variables.dense(result)
+        array = keras_arrays.dense(result)
         rows, every = bad_rows(array, self.rows)
         nan, inf, size = finiteness.counts(array)
         path, layer_class = self.frames[-1] if self.frames else ("", "")
@@ -282,12 +282,12 @@ def is_float(tensor: Any) -> bool:
 
 def is_finite(tensor: Any) -> bool:
     """Whether no entry of this tensor or array is NaN or Inf."""
-    return not is_float(tensor) or finiteness.is_finite(keras_variables.dense(tensor))
+    return not is_float(tensor) or finiteness.is_finite(keras_arrays.dense(tensor))
 
 
 def operand(tensor: Any) -> Operand:
     """Return the facts about one float input of an operation."""
-    array, dtype = finiteness.widen(keras_variables.dense(tensor)), dtype_of(tensor)
+    array, dtype = finiteness.widen(keras_arrays.dense(tensor)), dtype_of(tensor)
     finite = array[np.isfinite(array)]
     magnitude = np.abs(finite)
     positive = magnitude[magnitude > 0]

@@ -25,7 +25,11 @@ from keras_nanguard._backends.shared.origins import OriginTracker
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow, Verdict
-from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    attributes as keras_attributes,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.train_state import TrainState
 
 
@@ -246,7 +250,7 @@ def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: boo
         origin=origin,
         loss=total(found.losses),
         rows=tuple(table.rows),
-        outputs=tuple((name, keras_variables.dense(t)) for name, t in found.outputs),
+        outputs=tuple((name, keras_arrays.dense(t)) for name, t in found.outputs),
         sample_losses=tuple(table.sample_losses),
     )
 
@@ -328,12 +332,12 @@ def first_bad(
         statistics: each variable with its value.
     """
     for loss in losses:
-        if not finiteness.is_finite(keras_variables.dense(loss)):
+        if not finiteness.is_finite(keras_arrays.dense(loss)):
             return FirstBad("loss", "", origins.of(loss))
     for variable, value in statistics:
-        if not finiteness.is_finite(keras_variables.dense(value)):
+        if not finiteness.is_finite(keras_arrays.dense(value)):
             return FirstBad("statistics", variable.path, origins.written(variable))
-    arrays = [(keras_variables.dense(gradient), path) for gradient, path in gradients]
+    arrays = [(keras_arrays.dense(gradient), path) for gradient, path in gradients]
     bad = [n for n, (array, _) in enumerate(arrays) if not finiteness.is_finite(array)]
     if bad:
         known = {n: origins.of_gradient(gradients[n][0]) for n in bad}
@@ -348,7 +352,7 @@ def _exploded(gradients: Iterable[tuple[Any, str]]) -> FirstBad:
 
     If the optimizer squares them, too, its slots are bad, and are reported instead.
     """
-    arrays = [(finiteness.widen(keras_variables.dense(g)), path) for g, path in gradients]
+    arrays = [(finiteness.widen(keras_arrays.dense(g)), path) for g, path in gradients]
     squares = [(_squares(array), path) for array, path in arrays]
     largest = max((np.finfo(array.dtype).max for array, _ in arrays), default=np.inf)
     if sum(square for square, _ in squares) >= largest:
@@ -374,5 +378,5 @@ def _with_part(origin: Origin, sample_losses: Sequence[tuple[str, Any]]) -> Orig
 
 def total(losses: Sequence[Any]) -> float:
     """Return the sum of all losses of a step, NaN if there are none."""
-    sums = [keras_variables.dense(loss).astype(np.float64).sum() for loss in losses]
+    sums = [keras_arrays.dense(loss).astype(np.float64).sum() for loss in losses]
     return float(sum(sums)) if sums else math.nan

@@ -16,7 +16,7 @@ import torch
 
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import arrays as keras_arrays
 
 
 def read(given):
@@ -50,7 +50,7 @@ def test_counts_are_those_of_the_host(layout):
     found = reductions.counts(given)
     assert sum(nan + inf for nan, inf, _ in found) > 10
     stored = [t.coalesce().values() if t.is_sparse else t for t in given]
-    assert found == [finiteness.counts(keras_variables.dense(tensor)) for tensor in stored]
+    assert found == [finiteness.counts(keras_arrays.dense(tensor)) for tensor in stored]
 
 
 def test_numbers_on_the_cpu_are_not_moved_to_the_device_of_others(monkeypatch):
