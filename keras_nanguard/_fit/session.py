@@ -68,7 +68,7 @@ class Session:
     @property
     def pending(self) -> bool:
         """Whether anything is due before the next execution. For most healthy steps nothing is."""
-        return self._has_to_act or bool(self.run.recovery.rates)
+        return self._has_to_act or self._holds_rates
 
     @property
     def _has_to_act(self) -> bool:
@@ -77,6 +77,11 @@ class Session:
         starts = not run.began or self.start.resuming is not None or self._generators is not None
         traces = run.created is not None or run.access.transaction.counted
         return starts or traces or run.stopped or run.counts.skip_batches > 0
+
+    @property
+    def _holds_rates(self) -> bool:
+        """Whether a lowered rate is to be kept before each execution."""
+        return any(rate.is_held for rate in self.run.recovery.rates.values())
 
     @property
     def may_run_ahead(self) -> bool:
@@ -113,7 +118,7 @@ class Session:
         if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
-        reads = not run.began or (written and bool(recovery.rates))
+        reads = not run.began or (written and self._holds_rates)
         if reads:
             run.access.sync_variables()
         if not run.began:

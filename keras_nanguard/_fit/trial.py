@@ -187,10 +187,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         if run.recovery.rate(optimizer).make_adjustable():
             run.rebuild(undo)
     with without_faults(run.model) as again, undone(run):
-        try:
-            yield Trial(run, again)
-        finally:
-            run.recovery.forget_unchanged_rates()
+        yield Trial(run, again)
 
 
 def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
