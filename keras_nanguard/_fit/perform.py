@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError, StateLostError
+from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.incident import Incident, Outcome
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
@@ -24,7 +24,7 @@ from keras_nanguard._fit.rollback import (
     plan_replay,
     restore,
 )
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.run import Run, attempted
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -82,17 +82,19 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
 def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
-    try:
+
+    def performed() -> tuple[Outcome, Done | None]:
         done = PERFORMERS[name](context, action)
-    except StateLostError:
-        raise
-    except NotDoneError as reason:
-        return Outcome(name, "skipped", str(reason)), None
-    except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
-        return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
-    if name in WRITES_PARTS:
-        context.run.recent.restart()
-    return Outcome(name, "done", done.text), done
+        if name in WRITES_PARTS:
+            context.run.recent.restart()
+        return Outcome(name, "done", done.text), done
+
+    def skipped(error: Exception) -> tuple[Outcome, Done | None]:
+        """Of a user's function or a broken optimizer, it may be any exception."""
+        why = str(error) if isinstance(error, NotDoneError) else f"{type(error).__name__}: {error}"
+        return Outcome(name, "skipped", why), None
+
+    return attempted(performed, skipped)
 
 
 def _rates(run: Run) -> dict[int, float]:
@@ -282,15 +284,12 @@ def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
     batches = run.recent.last(p["batches"])
     if not batches:
         raise NotDoneError("no batch is in memory")
-    try:
-        estimates = reestimated(run, layers, batches)
-    except StateLostError:
-        raise
-    except GuardError as error:
-        raise NotDoneError(str(error)) from error
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise NotDoneError(f"the model cannot run on the arguments of a step: {why}") from error
+
+    def impossible(error: Exception) -> NoReturn:
+        why = f"the model cannot run on the arguments of a step: {type(error).__name__}: {error}"
+        raise NotDoneError(str(error) if isinstance(error, GuardError) else why) from error
+
+    estimates = attempted(lambda: reestimated(run, layers, batches), impossible)
     write_all(estimates)
     source = times(len(batches), "good step")
     return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
@@ -330,14 +329,16 @@ def _restore_last_good(context: ActionContext) -> Done:
         return Done("there is no good state to restore")
     state = f"the state {snapshot.moment}"
     rerun = None if diverged else plan_replay(context, snapshot)
-    try:
+
+    def restored() -> Done:
         restore(context, snapshot, rerun)
-    except StateLostError:
-        raise
-    except Exception as problem:  # noqa: BLE001  training ends all the same
+        again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
+        return Done(f"{state} restored{again}", snapshot, rerun)
+
+    def failed(problem: Exception) -> Done:  # training ends all the same
         return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
-    again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-    return Done(f"{state} restored{again}", snapshot, rerun)
+
+    return attempted(restored, failed)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

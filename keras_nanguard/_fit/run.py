@@ -32,6 +32,20 @@ from keras_nanguard._recording.recorder import Recorder
 T = TypeVar("T")
 
 
+def attempted(do: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
+    """Return the result of a function, or if it raises, that of another one, given the exception.
+
+    Raises:
+        StateLostError: if the function does: training cannot continue then.
+    """
+    try:
+        return do()
+    except StateLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return otherwise(error)
+
+
 class Run:
     """The facts of one guarded run.
 
@@ -230,14 +244,13 @@ class Run:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-        try:
-            return check()
-        except StateLostError:
-            raise
-        except Exception as error:  # noqa: BLE001  training continues
+
+        def failed(error: Exception) -> T:
             if what:
                 self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
             return otherwise()
+
+        return attempted(check, failed)
 
     def lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""

@@ -62,7 +62,7 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings and self.incidents.handle(incident_of(run, findings))[1]:
+        if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None  # the last steps run again
         return self.monitors.next_look(run.step)
 
