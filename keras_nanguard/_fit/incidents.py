@@ -13,6 +13,7 @@ from keras_nanguard._core.incident import (
     Incident,
     NonFiniteError,
     Outcome,
+    blames_rate,
 )
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
@@ -283,8 +284,7 @@ class Incidents:
         """
         if not incident.refused and UPDATED.isdisjoint(incident.sites):
             return {}
-        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
-        highest = MAX_RATE if culprit.endswith("/learning_rate") else inf
+        highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
         return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
 
     def _apply(

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
@@ -46,7 +46,7 @@ class Done(NamedTuple):
 
     Attributes:
         text: what was done, in words. The printed line has that of a lowered rate, and of the end
-            of training the clause about `the state` that was to be restored.
+            of training the `restored_state`.
         restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
     """
@@ -313,7 +313,7 @@ def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
     done = _restore_last_good(context) if restores else Done("no state is restored")
-    return done._replace(text="; ".join([how, done.text, *_rates_left(context.run, restores)]))
+    return done._replace(text=ended(how, done.text, *_rates_left(context.run, restores)))
 
 
 def _restore_last_good(context: ActionContext) -> Done:
@@ -327,16 +327,16 @@ def _restore_last_good(context: ActionContext) -> Done:
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return Done("there is no good state to restore")
-    state = f"the state {snapshot.moment}"
     rerun = None if diverged else plan_replay(context, snapshot)
 
     def restored() -> Done:
         restore(context, snapshot, rerun)
         again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-        return Done(f"{state} restored{again}", snapshot, rerun)
+        return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
 
     def failed(problem: Exception) -> Done:  # training ends all the same
-        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
+        why = f"not restored: {type(problem).__name__}: {problem}"
+        return Done(restored_state(snapshot.moment, why))
 
     return attempted(restored, failed)
 
