@@ -83,18 +83,19 @@ def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done 
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
 
-    def performed() -> tuple[Outcome, Done | None]:
-        done = PERFORMERS[name](context, action)
-        if name in WRITES_PARTS:
-            context.run.recent.restart()
-        return Outcome(name, "done", done.text), done
+    def perform_it() -> Done | str:
+        return PERFORMERS[name](context, action)
 
-    def skipped(error: Exception) -> tuple[Outcome, Done | None]:
-        """Of a user's function or a broken optimizer, it may be any exception."""
-        why = str(error) if isinstance(error, NotDoneError) else f"{type(error).__name__}: {error}"
-        return Outcome(name, "skipped", why), None
+    def reason(error: Exception) -> Done | str:  # also of a user's function, a broken optimizer
+        known = isinstance(error, NotDoneError)
+        return str(error) if known else f"{type(error).__name__}: {error}"
 
-    return attempted(performed, skipped)
+    done = attempted(perform_it, reason)
+    if isinstance(done, str):
+        return Outcome(name, "skipped", done), None
+    if name in WRITES_PARTS:
+        context.run.recent.restart()
+    return Outcome(name, "done", done.text), done
 
 
 def _rates(run: Run) -> dict[int, float]:
