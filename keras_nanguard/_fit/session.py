@@ -355,7 +355,7 @@ class Session:
         """
         remedy = f"End the loop if {whose}.stopped is true."
         line = f"NanGuard: training has ended, so steps since then have no effect. {remedy}"
-        self.run.say_once("steps without effect", line)
+        self.run.lines.once("steps without effect", line)
 
     def seen_outside(
         self,
@@ -386,7 +386,7 @@ class Session:
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
         if problem := self.run.recorder.problem():
-            self.run.say(f"NanGuard: {problem}")
+            self.run.lines.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""

@@ -132,7 +132,7 @@ class Tasks:
             obstacle = run.ring.take(fresh, state, run.state_check.accepts)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
-            run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
+            run.lines.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
             incident, replays = self.incidents.handle(incident_of(run, bad))

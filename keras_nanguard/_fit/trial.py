@@ -238,5 +238,5 @@ def _room(run: Run, rates: bool) -> bool:
     if memory.room_for(size):
         return True
     if rates:
-        run.lacks_memory("cannot test other learning rates", size)
+        run.lines.lacks_memory("cannot test other learning rates", size)
     return False
