@@ -166,6 +166,19 @@ class Diagnosis:
         return f"Diagnosis({self.cause!r}{more})"
 
 
+_RATE = "/learning_rate"
+
+
+def rate_of(optimizer: str) -> str:
+    """Return the culprit of a diagnosis that blames the learning rate of an optimizer."""
+    return optimizer + _RATE
+
+
+def blames_rate(diagnosis: Diagnosis | None) -> bool:
+    """Return whether the culprit is the `rate_of` an optimizer."""
+    return diagnosis is not None and diagnosis.culprit.endswith(_RATE)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Decision:
     """The decision of the policy, as data.
@@ -217,6 +230,30 @@ class Outcome:
     def __str__(self) -> str:
         what = self.action if self.status == "done" else f"{self.action} not done"
         return f"{what}: {self.detail}" if self.detail else what
+
+
+_STATE = "the state "
+
+
+def ended(how: str, state: str, *rates: str) -> str:
+    """Return the detail of an action that has ended training.
+
+    Args:
+        how: how it ends.
+        state: which state the model has: a `restored_state`, or other words.
+        rates: a sentence for each lowered learning rate.
+    """
+    return "; ".join((how, state, *rates))
+
+
+def restored_state(moment: str, result: str) -> str:
+    """Return in words that a state from this moment was to be restored, and the result."""
+    return f"{_STATE}{moment} {result}"
+
+
+def restored_at_end(outcome: Outcome) -> str:
+    """Return the `restored_state` of an action that has `ended` training, `""` without one."""
+    return next((c for c in outcome.detail.split("; ") if c.startswith(_STATE)), "")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -367,16 +404,21 @@ def moment_of(incident: Incident, batch: str = "") -> str:
     Args:
         batch: further words after the epoch of a step.
     """
+    if between := between_steps(incident):
+        return between
+    replicas = ", ".join(str(number) for number in incident.replicas)
+    named = f", replica{'s' if len(incident.replicas) > 1 else ''} {replicas}" if replicas else ""
+    return f"step {incident.step + 1} (epoch {incident.epoch + 1}{batch}{named})"
+
+
+def between_steps(incident: Incident) -> str:
+    """Return when an incident happened that is not about a step, `""` for one about a step."""
     if "predictions" in incident.sites:
         return "in predict"
     if "validation" in incident.sites:
         validation = f"in the validation of epoch {incident.epoch + 1}"
         return "in evaluate" if incident.decision is None else validation
-    if "state" in incident.sites and not incident.refused:
-        return "before the first step"
-    replicas = ", ".join(str(number) for number in incident.replicas)
-    named = f", replica{'s' if len(incident.replicas) > 1 else ''} {replicas}" if replicas else ""
-    return f"step {incident.step + 1} (epoch {incident.epoch + 1}{batch}{named})"
+    return "before the first step" if "state" in incident.sites and not incident.refused else ""
 
 
 def needs_user(incident: Incident) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from keras_nanguard._core.history import JUMP, Growth
+from keras_nanguard._core.incident import rate_of
 from keras_nanguard._core.literals import RESULT_SITES, Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
 from keras_nanguard._core.variable_names import CELLS, RECURRENT
@@ -309,7 +310,7 @@ def _unbounded_rate(e: Evidence) -> Conclusion | None:
     """A learning rate is not finite or, from a schedule, far too high."""
     for o in e.run.optimizers:
         if o.rate_is_bad and (o.scheduled or not o.rate_is_finite):
-            place = f"{o.name}/learning_rate"
+            place = rate_of(o.name)
             return Conclusion("optimizer_domain", place, confidence=SEEN, because="rate")
     return None
 

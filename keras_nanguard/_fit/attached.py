@@ -154,7 +154,7 @@ class Attached:
         run = self.session.run
         at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
         line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
-        run.say_once(f"the metric {name}", line)
+        run.lines.once(f"the metric {name}", line)
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""

@@ -167,7 +167,7 @@ class Divergence:
         run.plan_changes()
         run.ring.forget_after(probation.restart.step)
         run.recent.restart()
-        run.say(
+        run.lines.say(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keras_nanguard._core.history import MAX_RATE, onset
 from keras_nanguard._core.incident import (
@@ -13,6 +13,7 @@ from keras_nanguard._core.incident import (
     Incident,
     NonFiniteError,
     Outcome,
+    blames_rate,
 )
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
@@ -47,6 +48,15 @@ def incident_of(
     step = max(run.step - 1, 0) if step is None else step
     own = {"refused": False, "committed": run.counts.committed}
     return Incident(step, *run.counts.place(step), tuple(findings), **{**own, **about})
+
+
+class Handled(NamedTuple):
+    """An incident with its outcomes, and whether its rollback has undone the last steps, which are
+    to run again.
+    """
+
+    incident: Incident
+    replays: bool
 
 
 class Incidents:
@@ -98,9 +108,9 @@ class Incidents:
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
             left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
-            _, replays = self.handle(left)
+            handled = self.handle(left)
             self.replays.leave_out(step)
-            return replays
+            return handled.replays
         run.recent.push(step, arguments, refused=True)
         if refusal == "overflow":
             run.counts.overflow()
@@ -130,7 +140,7 @@ class Incidents:
             return None
         run.recording.step(verdict)
         report = Report(verdict, (), (), run.batch_of(arguments))
-        return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
+        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
     def observed(self, verdict: Verdict, report: Report | None) -> bool:
         """Report a bad step of a policy that refuses nothing, once until the next finite step;
@@ -144,7 +154,7 @@ class Incidents:
         reported = report.findings() if report else ()
         findings = [*findings_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
-        return self.handle(self._incident(findings, run.step, verdict, report), report)[1]
+        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
     def of_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
         """Report an exception inside of a step if it is about the data; `args` if known."""
@@ -186,16 +196,13 @@ class Incidents:
         report: Report | None = None,
         restart: LowerRateRestart | None = None,
         written_outside: bool = False,
-    ) -> tuple[Incident, bool]:
+    ) -> Handled:
         """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
             restart: the change that helps a run that is proven to have diverged.
             written_outside: whether other code has written the bad state after the last step.
-
-        Returns:
-            The incident, and whether a rollback has undone the last steps, which are to run again.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
         incident = self._decided(explained, report)
@@ -207,7 +214,7 @@ class Incidents:
         self._publish(incident)
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return incident, back.rerun is not None
+        return Handled(incident, replays=back.rerun is not None)
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
@@ -280,8 +287,7 @@ class Incidents:
         """
         if not incident.refused and UPDATED.isdisjoint(incident.sites):
             return {}
-        culprit = incident.diagnosis.culprit if incident.diagnosis is not None else ""
-        highest = MAX_RATE if culprit.endswith("/learning_rate") else inf
+        highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
         return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
 
     def _apply(

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError, StateLostError
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
@@ -24,7 +24,7 @@ from keras_nanguard._fit.rollback import (
     plan_replay,
     restore,
 )
-from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.run import Run, attempted
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -46,7 +46,7 @@ class Done(NamedTuple):
 
     Attributes:
         text: what was done, in words. The printed line has that of a lowered rate, and of the end
-            of training the clause about `the state` that was to be restored.
+            of training the `restored_state`.
         restored: the snapshot that was restored, if any.
         rerun: the steps to replay from it, or `None`.
     """
@@ -82,14 +82,17 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
 def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
-    try:
-        done = PERFORMERS[name](context, action)
-    except StateLostError:
-        raise
-    except NotDoneError as reason:
-        return Outcome(name, "skipped", str(reason)), None
-    except Exception as error:  # noqa: BLE001  a user's function or a broken optimizer
-        return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
+
+    def perform_it() -> Done | str:
+        return PERFORMERS[name](context, action)
+
+    def reason(error: Exception) -> Done | str:  # also of a user's function, a broken optimizer
+        known = isinstance(error, NotDoneError)
+        return str(error) if known else f"{type(error).__name__}: {error}"
+
+    done = attempted(perform_it, reason)
+    if isinstance(done, str):
+        return Outcome(name, "skipped", done), None
     if name in WRITES_PARTS:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
@@ -282,15 +285,12 @@ def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
     batches = run.recent.last(p["batches"])
     if not batches:
         raise NotDoneError("no batch is in memory")
-    try:
-        estimates = reestimated(run, layers, batches)
-    except StateLostError:
-        raise
-    except GuardError as error:
-        raise NotDoneError(str(error)) from error
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise NotDoneError(f"the model cannot run on the arguments of a step: {why}") from error
+
+    def impossible(error: Exception) -> NoReturn:
+        why = f"the model cannot run on the arguments of a step: {type(error).__name__}: {error}"
+        raise NotDoneError(str(error) if isinstance(error, GuardError) else why) from error
+
+    estimates = attempted(lambda: reestimated(run, layers, batches), impossible)
     write_all(estimates)
     source = times(len(batches), "good step")
     return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
@@ -314,7 +314,7 @@ def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p["restore"]
     done = _restore_last_good(context) if restores else Done("no state is restored")
-    return done._replace(text="; ".join([how, done.text, *_rates_left(context.run, restores)]))
+    return done._replace(text=ended(how, done.text, *_rates_left(context.run, restores)))
 
 
 def _restore_last_good(context: ActionContext) -> Done:
@@ -328,16 +328,18 @@ def _restore_last_good(context: ActionContext) -> Done:
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return Done("there is no good state to restore")
-    state = f"the state {snapshot.moment}"
     rerun = None if diverged else plan_replay(context, snapshot)
-    try:
+
+    def restored() -> Done:
         restore(context, snapshot, rerun)
-    except StateLostError:
-        raise
-    except Exception as problem:  # noqa: BLE001  training ends all the same
-        return Done(f"{state} not restored: {type(problem).__name__}: {problem}")
-    again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-    return Done(f"{state} restored{again}", snapshot, rerun)
+        again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
+        return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
+
+    def failed(problem: Exception) -> Done:  # training ends all the same
+        why = f"not restored: {type(problem).__name__}: {problem}"
+        return Done(restored_state(snapshot.moment, why))
+
+    return attempted(restored, failed)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

@@ -78,6 +78,11 @@ class Rate:
         return self._scale is not None
 
     @property
+    def is_held(self) -> bool:
+        """Whether it is a plain rate that is lowered now, which another callback may set."""
+        return self.factor < 1 and self.plain
+
+    @property
     def value(self) -> float:
         """The rate of the next step."""
         return keras_optimizers.learning_rate(self.optimizer)
@@ -170,7 +175,7 @@ class Rate:
         forgotten, because the return of the old rate would end above it. The limit between both is
         the geometric mean of the lowered and the old level.
         """
-        if self._left is None or not self.plain or self.factor >= 1:
+        if self._left is None or not self.is_held:
             return
         found = self.value
         if found == self._left:

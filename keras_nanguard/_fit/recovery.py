@@ -104,10 +104,6 @@ class Recovery:
             self.rates[id(optimizer)] = Rate(optimizer)
         return self.rates[id(optimizer)]
 
-    def forget_unchanged_rates(self) -> None:
-        """Forget the rates that have no change, so that no step has to keep them."""
-        self.rates = {key: rate for key, rate in self.rates.items() if not rate.unchanged}
-
     @property
     def rate_factor(self) -> float:
         """The factor of the guard on learning rates: the smallest one of all optimizers."""
@@ -151,7 +147,7 @@ class Recovery:
         """Return the record of all changes, for a fit that begins now. Its numbers may be invalid:
         the user may have set them.
         """
-        rates = [self.rates.get(id(optimizer)) for optimizer in optimizers]
+        known = {key: rate.change() for key, rate in self.rates.items() if not rate.unchanged}
         touched = {(id(target), name) for target, name, _ in self.changed}
         settings = [
             {
@@ -165,7 +161,7 @@ class Recovery:
         at = None if self.lowering.at is None else self.lowering.at - committed
         return GuardState.model_construct(
             policy_state=self.policy_state.after_fit(steps),
-            rates=tuple(rate.change() if rate is not None else None for rate in rates),
+            rates=tuple(known.get(id(optimizer)) for optimizer in optimizers),
             settings=tuple(settings),
             rollbacks=rollbacks,
             lowering=self.lowering.replaced(at=at),

@@ -13,12 +13,11 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
-from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.log import RunRecording
+from keras_nanguard._fit.log import RunLines, RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
@@ -32,6 +31,20 @@ from keras_nanguard._recording.recorder import Recorder
 T = TypeVar("T")
 
 
+def attempted(do: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
+    """Return the result of a function, or if it raises, that of another one, given the exception.
+
+    Raises:
+        StateLostError: if the function does: training cannot continue then.
+    """
+    try:
+        return do()
+    except StateLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return otherwise(error)
+
+
 class Run:
     """The facts of one guarded run.
 
@@ -40,6 +53,7 @@ class Run:
         directory: folder for files; `None` writes nothing.
 
     Attributes:
+        lines: prints the lines that are not about an incident.
         access: host access to the train state and to the guarded step, from the backend.
         recorder: the recording of all fits of the guard; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
@@ -66,7 +80,7 @@ class Run:
         say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.say = functions, say
+        self.functions, self.lines = functions, RunLines(say)
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.access = StateAccess()
@@ -87,7 +101,6 @@ class Run:
         self.began = self.stopped = self.logs_worst_metrics = False
         self.replacements = self.rebuilds = 0
         self.created: dict[int, Any] | None = {}
-        self._said = set[str]()
         self._traced: TrainState | None = None
 
     def _snapshot_folder(self) -> SnapshotFolder | None:
@@ -97,7 +110,7 @@ class Run:
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return SnapshotFolder(self.directory, self.say_once)
+        return SnapshotFolder(self.directory, self.lines.once)
 
     @property
     def step(self) -> int:
@@ -213,12 +226,6 @@ class Run:
         keras_variables.write_all(keras_variables.moved_seeds(self.train_state().other))
         current.host().advance_generator()
 
-    def say_once(self, subject: str, line: str) -> None:
-        """Print a line, unless one about this subject was printed in this run."""
-        if subject not in self._said:
-            self._said.add(subject)
-            self.say(line)
-
     def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """Return the result of a check that training does not need. If it raises, return what
         `otherwise` does: the user's model may not run this way.
@@ -229,20 +236,13 @@ class Run:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-        try:
-            return check()
-        except StateLostError:
-            raise
-        except Exception as error:  # noqa: BLE001  training continues
+
+        def failed(error: Exception) -> T:
             if what:
-                self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
+                self.lines.once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
             return otherwise()
 
-    def lacks_memory(self, what: str, size: float) -> None:
-        """Print once that a copy of this many bytes does not fit, and the consequence."""
-        needed, free = memory.readable(size), memory.readable(memory.room())
-        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
-        self.say_once(what, line)
+        return attempted(check, failed)
 
     # The changes of the policy, for the next fit and for another process
 

@@ -69,7 +69,7 @@ class Session:
     @property
     def pending(self) -> bool:
         """Whether anything is due before the next execution. For most healthy steps nothing is."""
-        return self._has_to_act or bool(self.run.recovery.rates)
+        return self._has_to_act or self._holds_rates
 
     @property
     def _has_to_act(self) -> bool:
@@ -78,6 +78,11 @@ class Session:
         starts = not run.began or self.start.resuming is not None or self._generators is not None
         traces = run.created is not None or run.access.transaction.counted
         return starts or traces or run.stopped or run.counts.skip_batches > 0
+
+    @property
+    def _holds_rates(self) -> bool:
+        """Whether a lowered rate is to be kept before each execution."""
+        return any(rate.is_held for rate in self.run.recovery.rates.values())
 
     @property
     def may_run_ahead(self) -> bool:
@@ -114,7 +119,7 @@ class Session:
         if not self.pending:
             return
         run, recovery = self.run, self.run.recovery
-        reads = not run.began or (written and bool(recovery.rates))
+        reads = not run.began or (written and self._holds_rates)
         if reads:
             run.access.sync_variables()
         if not run.began:
@@ -355,7 +360,7 @@ class Session:
         """
         remedy = f"End the loop if {whose}.stopped is true."
         line = f"NanGuard: training has ended, so steps since then have no effect. {remedy}"
-        self.run.say_once("steps without effect", line)
+        self.run.lines.once("steps without effect", line)
 
     def seen_outside(
         self,
@@ -386,7 +391,7 @@ class Session:
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
         if problem := self.run.recorder.problem():
-            self.run.say(f"NanGuard: {problem}")
+            self.run.lines.say(f"NanGuard: {problem}")
 
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""

@@ -62,7 +62,7 @@ class Tasks:
             if run.recorder.wants_rate and processes.count() == 1:
                 run.recording.rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
-        if findings and self.incidents.handle(incident_of(run, findings))[1]:
+        if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None  # the last steps run again
         return self.monitors.next_look(run.step)
 
@@ -132,7 +132,7 @@ class Tasks:
             obstacle = run.ring.take(fresh, state, run.state_check.accepts)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
-            run.lacks_memory(f"no snapshot{which}", size_of(state.kept))
+            run.lines.lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
             incident, replays = self.incidents.handle(incident_of(run, bad))

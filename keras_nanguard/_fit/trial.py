@@ -187,10 +187,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         if run.recovery.rate(optimizer).make_adjustable():
             run.rebuild(undo)
     with without_faults(run.model) as again, undone(run):
-        try:
-            yield Trial(run, again)
-        finally:
-            run.recovery.forget_unchanged_rates()
+        yield Trial(run, again)
 
 
 def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
@@ -241,5 +238,5 @@ def _room(run: Run, rates: bool) -> bool:
     if memory.room_for(size):
         return True
     if rates:
-        run.lacks_memory("cannot test other learning rates", size)
+        run.lines.lacks_memory("cannot test other learning rates", size)
     return False

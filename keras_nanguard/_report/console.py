@@ -16,8 +16,11 @@ from keras_nanguard._core.incident import (
     Finding,
     Incident,
     Outcome,
+    between_steps,
+    blames_rate,
     moment_of,
     needs_user,
+    restored_at_end,
 )
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import printable as printable, times
@@ -92,7 +95,7 @@ def _head(incident: Incident) -> str:
     """Return the action and the step: `skipped step 30 (epoch 1)`."""
     moment = moment_of(incident)
     for word in (ENDS[action] for action in ENDS if action in incident.changes):
-        return f"{word} at {moment}" if moment.startswith("step") else f"{word} {moment}"
+        return f"{word} {moment}" if between_steps(incident) else f"{word} at {moment}"
     if incident.refused and incident.decision is None:
         return f"error in {moment}"
     return f"skipped {moment}" if incident.refused else moment
@@ -100,8 +103,7 @@ def _head(incident: Incident) -> str:
 
 def _reason(incident: Incident, samples: Sequence[BadSample]) -> str:
     diagnosis, first, pole = incident.diagnosis, incident.first, incident.pole
-    blamed = diagnosis is not None and diagnosis.culprit.endswith("/learning_rate")
-    if blamed or pole is not None:
+    if blames_rate(diagnosis) or pole is not None:
         at = "" if pole is None else f" at iteration {pole:.0f}"
         rate = incident.values.get("learning_rate")  # a custom function is not read
         return f"the learning rate was {'out of range' if rate is None else f'{rate:.3g}'}{at}"
@@ -162,8 +164,7 @@ def _change(outcome: Outcome) -> str:
     if outcome.status != "done":
         return NOT_DONE.get(outcome.action, "")
     if ENDS.get(outcome.action) == "stopped":
-        clauses = outcome.detail.split("; ")
-        return next((clause for clause in clauses if clause.startswith("the state ")), "")
+        return restored_at_end(outcome)
     return CHANGES.get(outcome.action, "").format(detail=outcome.detail)
 
 

@@ -272,6 +272,7 @@ class TestProbation:
         assert changes(guard) == [["lower_lr"]]
         assert "State and learning rate are restored" in capsys.readouterr().out
         assert guard.session.guard_state.lowering.at is None
+        assert not guard.session.pending, "no rate is lowered, so nothing is due before each step"
 
     def test_an_earlier_lowered_rate_still_returns(self):
         """The action was lower, for good; without it the rate returns as its own rule has it."""

@@ -314,7 +314,7 @@ class BadAgain(keras.Sequential):
 
 def test_a_stop_ends_the_steps_that_are_run_again():
     """The state that the policy restores when it stops is not trained further."""
-    end = {"name": "end", "site": "gradients", "do": "stop"}
+    end = {"name": "end", "site": "gradients", "kind": "nonfinite", "do": "stop"}
     guard = NanGuard(rules=[end, BACK], snapshot={"every": 4, "verify_after": 1}, verbose=0, diagnose=False)
     data = zoo.regression()
     data.y[10 * zoo.BATCH] = 1e38
