@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
+from keras_nanguard._backends.torch.calls import Calls, Recorder
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.late_writes import COMMUNICATING, LateWrites, written_by
@@ -266,7 +267,7 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
-    ) -> Iterator[Intercept]:
+    ) -> Iterator[Recorder]:
         """Record losses and updates; `immediate`: updates run at once.
 
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
@@ -275,18 +276,20 @@ class Replay(interface.Replay):
         weights = _natives(getattr(model, "trainable_variables", ()))
         late_writes = LateWrites(set(map(id, weights)))
 
-        def on_update(record: Update) -> None:
+        def on_update(_: Calls, update: Update) -> Any:
             late_writes.begin()
-            if immediate or record.evaluates:
-                with late_writes.during(record):
-                    record.run()
+            if not (immediate or update.evaluates):
+                return None
+            with late_writes.during(update):
+                return update.run().result
 
         with contextlib.ExitStack() as stack:
             _WITHOUT_ERROR.enter(late_writes)
             stack.callback(_WITHOUT_ERROR.leave, late_writes)
             late_writes.wait(stack)
-            intercept = Intercept(model, optimizers)
-            yield stack.enter_context(intercept.running(on_update, late_writes.around_backward))
+            recorder = Recorder(model, on_update, late_writes.around_backward)
+            stack.enter_context(Intercept(model, optimizers).recording(recorder))
+            yield recorder
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:

@@ -35,9 +35,9 @@ from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scala
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
+from keras_nanguard._backends.torch.learning import learned_from
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import Learned, StepContext, StepDefinition
-from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
 
@@ -97,7 +97,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(StepDefinition):
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
@@ -117,7 +117,6 @@ class Transaction(StepDefinition):
     """
 
     learned: Learned
-    parts: StateTensors
 
     def __init__(
         self,
@@ -129,20 +128,22 @@ class Transaction(StepDefinition):
         jit: bool = False,
         compiled: Intercept | None = None,
     ):
-        self.body = self.replayed = body
-        self.run, self.stock, self.jit = run, stock, jit
+        self.run, self.replayed, self.jit = run, body, jit
         self.losses = losses_in_logs if of_trainer else scalars
-        self.model, self.compiled = run.model if of_trainer else None, compiled
+        model = run.model if of_trainer else None
+        self._definition = StepDefinition(run, body, self.losses, model, stock, jit)
+        self.compiled = compiled
         self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
+        self.parts: StateTensors | None = None
         self._called: Verdict | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
         self._optimizer = self._current_optimizer
 
     @property
     def _current_optimizer(self) -> Any:
-        return getattr(self.model, "optimizer", None)
+        return getattr(self._definition.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
         outputs, self._called = self.run_step(*args)
@@ -161,61 +162,71 @@ class Transaction(StepDefinition):
         """Run one step. Return its outputs, `None` if it has raised an exception about a bad
         number, and its verdict.
         """
-        learned = self.learned
-        replaced = self._current_optimizer is not self._optimizer
-        if replaced:
-            self.compiled = None
-        if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
-            self._optimizer = self._current_optimizer
-            self.parts = self.read_parts()
+        parts, learned = self._current_parts(), self.learned
+        intercept = self._intercept(parts)
         self.given = Given.of(args)
-        context = StepContext.of(self, self.parts, learned, self._intercept())
+        context = StepContext.of(
+            self._definition, parts, learned, is_compiled=intercept.compiled is not None
+        )
         try:
-            outputs, verdict, self.learned = self._complete(context, args)
+            outputs, verdict, self.learned = self._complete(context, intercept, args)
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
-            context.release()
-        if not self.learned.changes_outside and self._changes_outside(context.log, outputs):
+            context.log.release()  # an exception that refers to it keeps no copies
+        if not self.learned.changes_outside and self._changes_outside(context, outputs):
             self.learned = replace(self.learned, changes_outside=True)
         return outputs, verdict
 
-    def _changes_outside(self, log: UndoLog, outputs: Any) -> bool:
-        """Whether the last step has changed something outside of the train state, which is read
-        again only if it may have: the step may have created slots.
-        """
-        if not log.outside.remain(_known(self.parts, outputs)):
-            return False
-        return log.outside.remain(_known(self.read_parts(), outputs))
+    def _current_parts(self) -> StateTensors:
+        """Return the train state, which is read again if it may have changed."""
+        learned, parts = self.learned, self.parts
+        is_replaced = self._current_optimizer is not self._optimizer
+        if is_replaced:
+            self.compiled, self._optimizer = None, self._current_optimizer
+        is_due = learned.stale or learned.is_fresh or learned.steps % REFRESH == 0
+        if parts is None or is_replaced or is_due:
+            parts = self.parts = self._definition.read_parts()
+        return parts
+
+    def _intercept(self, parts: StateTensors) -> Intercept:
+        """Return what records the calls of a step: a new one, or that of the compiled body."""
+        model, optimizers = self._definition.model, parts.train_state.optimizers
+        if not self.jit or self.learned.is_fresh:
+            notes_backward = not (self._definition.stock or self.jit)
+            return Intercept(model, optimizers, notes_backward=notes_backward)
+        self.compiled = self.compiled or Intercept(model, optimizers, self._definition.body)
+        return self.compiled
 
     def _complete(
-        self, context: StepContext, args: tuple[Any, ...]
+        self, context: StepContext, intercept: Intercept, args: tuple[Any, ...]
     ) -> tuple[Any, Verdict, Learned]:
         """Run a step; commit or refuse it. Return what `run_step` does, and what the steps have
         shown.
         """
-        ran = execution.run(context, args)
-        at_end = partial(judge, context, ran.outputs, ran.raised, bool(ran.updates))
+        ran = execution.run(context, intercept, args)
+        at_end = partial(judge, context, ran.calls, ran.outputs, ran.raised, bool(ran.updated))
         judged = ran.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
-        self.run.agreement.hear(judged.news)
-        learned = execution.learned_from(context, ran, judged)
+        self.run.agreement.hear(judged.agreed.has_news)
+        learned = learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                self.reports.append(execution.report(context, judged, args))
+                self.reports.append(execution.report(context, ran.calls, judged, args))
             if self.run.refuses:
-                return ran.outputs, execution.refuse(context, judged), learned
+                return ran.outputs, execution.refuse(context, ran.calls, judged), learned
         return ran.outputs, *execution.commit(context, ran, judged, learned)
 
-    def _intercept(self) -> Intercept:
-        """Return what records the calls of a step: a new one, or that of the compiled body."""
-        optimizers = self.parts.train_state.optimizers
-        if not self.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
-        self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
-        return self.compiled
+    def _changes_outside(self, context: StepContext, outputs: Any) -> bool:
+        """Whether the last step has changed something outside of the train state, which is read
+        again only if it may have: the step may have created slots.
+        """
+        outside = context.log.outside
+        if not outside.remain(_known(context.parts, outputs)):
+            return False
+        return outside.remain(_known(self._definition.read_parts(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
@@ -235,7 +246,7 @@ class Transaction(StepDefinition):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self.read_parts())
+        return bool(unread) and not are_finite(unread, self._definition.read_parts())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

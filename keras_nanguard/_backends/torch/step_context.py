@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.seen import Seen
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
@@ -60,16 +59,24 @@ class Learned(interface.Learned):
         return self.steps < FRESH
 
 
-class StepDefinition(interface.Transaction):
-    """The facts about a step that its runs use and do not change; its transaction. `jit`: whether
-    its body is compiled, once its writes are known.
+@dataclass(frozen=True, eq=False)
+class StepDefinition:
+    """The facts about a step that do not change from one run of it to the next.
+
+    Attributes:
+        body: the step as the user wrote it: `body(*args) -> outputs`.
+        losses: returns the losses among its outputs, for one that never calls `compute_loss`.
+        model: the model whose `compute_loss` it calls, or `None`.
+        stock: whether it is Keras' own train step, in which nothing can fail after the update.
+        jit: whether the body is compiled, once its writes are known.
     """
 
+    run: interface.Run
     body: Callable[..., Any]
-    """The step as the user wrote it: `body(*args) -> outputs`."""
-
-    stock: bool
-    """Whether it is Keras' own train step, in which nothing can fail after the update."""
+    losses: Callable[[Any], list[Any]]
+    model: Any = None
+    stock: bool = False
+    jit: bool = False
 
     @property
     def may_undo_update(self) -> bool:
@@ -87,6 +94,7 @@ class StepContext:
 
     Attributes:
         learned: what earlier steps have shown.
+        is_compiled: whether the body is compiled, so that its writes are not recorded.
         log: what a refusal restores.
         versions: the watched tensors of the train state by their `id`, with their versions.
     """
@@ -94,35 +102,25 @@ class StepContext:
     definition: StepDefinition
     parts: StateTensors
     learned: Learned
-    intercept: Intercept
+    is_compiled: bool
     log: UndoLog
     versions: Mapping[int, tuple[Any, int]]
 
     @classmethod
     def of(
-        cls, definition: StepDefinition, parts: StateTensors, learned: Learned, intercept: Intercept
+        cls, definition: StepDefinition, parts: StateTensors, learned: Learned, is_compiled: bool
     ) -> StepContext:
         """Return the step, with copies of what it may write unnoticed."""
-        log = _undo_log(definition, parts, learned, intercept.compiled is not None)
+        log = _undo_log(definition, parts, learned, is_compiled)
         watched = parts.small_state if definition.stock else parts.all
         versions = {id(t): (t, t._version) for t in watched}
-        return cls(definition, parts, learned, intercept, log, versions)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the body is compiled, so that its writes are not recorded."""
-        return self.intercept.compiled is not None
+        return cls(definition, parts, learned, is_compiled, log, versions)
 
     @property
     def keeps_undo(self) -> bool:
         """Whether it is updated at once, with the old values kept."""
         keeps_undo = self.is_compiled or self.learned.is_fresh or self.learned.keeps_undo
         return self.definition.may_undo_update and keeps_undo
-
-    def release(self) -> None:
-        """Release all copies and records, so that an exception that refers to it keeps none."""
-        self.intercept.release()
-        self.log.release()
 
     # What the body has written so far
 
@@ -137,8 +135,7 @@ class StepContext:
         changed = [t for t, version in self.versions.values() if t._version != version]
         if not changed:
             return []
-        kept = self.log.kept.items()
-        by_keras = {k for k, entry in kept if self.is_compiled or entry.writer is not None}
+        by_keras = self.log.kept if self.is_compiled else self.log.writers
         return [t for t in changed if id(t) not in by_keras]
 
     def written_uncounted(self) -> list[Any]:

@@ -44,21 +44,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of entries, by their number of bytes."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """A tensor as it was before the step.
 
     Attributes:
         value, version: its value and version when it was kept.
         is_counted: whether torch counts every write of it.
-        writer: the variable through which Keras wrote it, `None` if it did not.
     """
 
     tensor: Any
     value: Any
     version: int
     is_counted: bool = True
-    writer: Any = None
 
     @property
     def is_written(self) -> bool:
@@ -93,6 +91,7 @@ class UndoLog:
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
+        writers: the variables through which Keras wrote some of them, by the `id` of the tensor.
         gradients: those that the step has found.
         outside: whether it has changed anything else.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
@@ -107,6 +106,7 @@ class UndoLog:
         holders: Iterable[Any] = (),
     ):
         self.kept: dict[int, Kept] = {}
+        self.writers: dict[int, Any] = {}
         self.gradients = FoundGradients(holders)
         self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
@@ -116,18 +116,18 @@ class UndoLog:
         restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
         self._restores: dict[Any, Callable[[], None]] = dict(enumerate(restorers))
         for tensor in uncounted:
-            self.keep(tensor).is_counted = False
+            self.keep(tensor, is_counted=False)
         for tensor in kept:
             self.keep(tensor)
 
-    def keep(self, tensor: Any) -> Kept:
-        """Return the copy of a tensor, which is made now unless there is one."""
-        known = self.kept.get(id(tensor))
-        if known is None:
-            if tensor.is_inference():  # counts no writes; torch writes it in that mode only
-                return Kept(tensor, tensor, 0)
-            known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
-        return known
+    def keep(self, tensor: Any, is_counted: bool = True) -> None:
+        """Copy a tensor, unless it is kept already; `is_counted`: whether torch counts every write
+        of it.
+        """
+        # One of `torch.inference_mode` counts no writes; torch writes it in that mode only.
+        if not (id(tensor) in self.kept or tensor.is_inference()):
+            value = tensor.detach().clone()
+            self.kept[id(tensor)] = Kept(tensor, value, tensor._version, is_counted)
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
@@ -195,7 +195,9 @@ class UndoLog:
         """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
         if not (tensor.is_meta or id(tensor) in self._apart):
-            self.keep(tensor).writer = variable
+            self.keep(tensor)
+            if id(tensor) in self.kept:
+                self.writers[id(tensor)] = variable
 
     def note_created(self, variable: Any) -> None:
         """Store the first value of a variable that Keras has created."""
@@ -215,6 +217,7 @@ class UndoLog:
     def release(self) -> None:
         self.gradients.release()
         self.kept.clear()
+        self.writers.clear()
         self._restores.clear()
 
 
