@@ -163,6 +163,7 @@ def run(context: StepContext, intercept: Intercept, args: Sequence[Any]) -> Ran:
     """
     definition, log, gate = context.definition, context.log, UpdateGate(context)
     recorder = Recorder(definition.model, gate.on_update, gate.around_backward)
+    restore_modes = context.parts.modes.held()
     try:
         with contextlib.ExitStack() as stack:
             if not context.is_compiled:
@@ -171,6 +172,7 @@ def run(context: StepContext, intercept: Intercept, args: Sequence[Any]) -> Ran:
             outputs = (intercept.compiled or definition.body)(*args)
         return gate.ended(recorder.calls, outputs)
     except BaseException as error:
+        restore_modes()
         if gate.can_be_undone and isinstance(error, Exception) and is_numeric(error):
             return gate.ended(recorder.calls, None, raised=True)
         with contextlib.ExitStack() as ending:  # the last one first, even if it raises

@@ -33,6 +33,7 @@ from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.late_writes import COMMUNICATING, LateWrites, written_by
 from keras_nanguard._backends.torch.modules import (
+    Modes,
     TorchModule,
     is_sharded,
     loose_optimizers,
@@ -321,7 +322,8 @@ class Replay(interface.Replay):
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
         restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
-        return [restore_buffers, *(o.held() for o in (*known, *loose_optimizers(layers, known)))]
+        others = (*known, *loose_optimizers(layers, known))
+        return [restore_buffers, Modes(model).held(), *(other.held() for other in others)]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):

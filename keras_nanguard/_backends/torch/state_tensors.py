@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends.torch.modules import (
+    Modes,
     TorchOptimizer,
     loose_optimizers,
     replaceable_buffers,
@@ -38,6 +39,7 @@ class StateTensors:
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
         judged_elsewhere: the `id` of tensors that are not statistics.
+        modes: the modes of the modules of the model.
         loose: the optimizers of torch in attributes of the model or its layers that are not among
             the optimizers of the train state.
     """
@@ -59,6 +61,7 @@ class StateTensors:
         self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
         attributes = self.attributes(every=True)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
+        self.modes = Modes(model)
         self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
 
     def gradients(self) -> list[tuple[str, Any]]:
