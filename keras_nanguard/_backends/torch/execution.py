@@ -75,7 +75,7 @@ class UpdateGate:
     """
 
     def __init__(self, context: StepContext):
-        self._context, self._late_writes = context, LateWrites(context.parts.updated)
+        self._context, self._late_writes = context, LateWrites(context.state.updated)
         self._keeps_undo, self._ran = context.keeps_undo, Ran()
 
     @property
@@ -134,7 +134,7 @@ class UpdateGate:
     def _run(self, update: Update) -> Any:
         context = self._context
         if self._keeps_undo:
-            context.log.keep_updated(update.optimizer, update.state())
+            context.log.keep_updated(update.optimizer, update.written())
         if self._keeps_undo or is_undone_as_a_whole():
             self._late_writes.begin()
         self._ran = replace(self._ran, updated=(*self._ran.updated, update))
@@ -163,7 +163,7 @@ def run(context: StepContext, intercept: Intercept, args: Sequence[Any]) -> Ran:
     """
     definition, log, gate = context.definition, context.log, UpdateGate(context)
     recorder = Recorder(definition.model, gate.on_update, gate.around_backward)
-    restore_modes = context.parts.modes.held()
+    restore_modes = context.state.modes.held()
     try:
         with contextlib.ExitStack() as stack:
             if not context.is_compiled:
@@ -194,14 +194,14 @@ def commit(
     """Read the updated state, unless the verdict has, now or with the next step. Return the verdict
     and what the steps have shown.
     """
-    run, parts, verdict = context.definition.run, judged.checked.parts, judged.agreed.verdict
+    run, state, verdict = context.definition.run, judged.checked.state, judged.agreed.verdict
     for created in ran.created:
         run.note_created(*created)
     if ran.created:
-        learned, parts = replace(learned, stale=True), context.definition.read_parts()
-    if not (run.refuses and _update_is_unread(context, ran, judged, learned, parts)):
+        learned, state = replace(learned, stale=True), context.definition.read_state()
+    if not (run.refuses and _update_is_unread(context, ran, judged, learned, state)):
         return verdict, learned
-    verdict, unread = read_update(parts, verdict, run.agreement)
+    verdict, unread = read_update(state, verdict, run.agreement)
     return verdict, replace(learned, unread=unread)
 
 
@@ -210,7 +210,7 @@ def _update_is_unread(
     ran: Ran,
     judged: Judged,
     learned: Learned,
-    parts: StateTensors,
+    state: StateTensors,
 ) -> bool:
     """Whether the verdict has not seen all weights and slots as they are now: it was computed
     before the update, the update has created some, or the body has written some past Keras for the
@@ -221,14 +221,14 @@ def _update_is_unread(
         return True
     unseen = learned.untracked.keys() - context.log.kept.keys()
     unseen |= learned.uncounted.keys() - context.learned.uncounted.keys()
-    return not parts.updated.isdisjoint(unseen)
+    return not state.updated.isdisjoint(unseen)
 
 
 def refuse(context: StepContext, calls: Calls, judged: Judged) -> Verdict:
     """Undo a step; update each loss scale that it is about. Return the verdict."""
     verdict = judged.agreed.verdict._replace(refused=True)
     overflowed = _overflowed(context, calls) if verdict.only_gradients else []
-    known = judged.checked.parts.train_state.optimizers
+    known = judged.checked.state.train_state.optimizers
     blamed = [update.optimizer for update in overflowed] if verdict.only_gradients else known
     context.log.give_back()
     for update in overflowed:

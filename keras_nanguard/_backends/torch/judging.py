@@ -48,7 +48,7 @@ class Checked:
     """The tensors of one step that are checked.
 
     Attributes:
-        parts: the train state.
+        state: the train state.
         has_updated: whether an update has run.
         gradients: those that count, each with the path of its weight: those of its updates; if it
             has none, those that it has left.
@@ -58,7 +58,7 @@ class Checked:
             checked.
     """
 
-    parts: StateTensors
+    state: StateTensors
     has_updated: bool
     losses: Sequence[Any]
     gradients: Sequence[tuple[str, Any]]
@@ -111,9 +111,10 @@ class Judged:
 
 def places(context: StepContext, calls: Calls, checked: Checked) -> list[tuple[str, str, Any]]:
     """Return `(site, path, tensor)` of everything that a report of the step counts."""
-    state = checked.parts.train_state
+    train_state = checked.state.train_state
     paths = {key: variable.path for key, variable in context.log.writers.items()}
-    paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
+    listed = (*train_state.trainable, *train_state.other, *train_state.slots)
+    paths |= {id(variable.value): variable.path for variable in listed}
     outputs = calls.outputs(context.definition.model)
     found = [("outputs", path, tensor) for path, tensor in outputs]
     found += [("gradients", path, gradient) for path, gradient in checked.gradients]
@@ -148,7 +149,7 @@ def judge(
     if _has_left_bad_trials(calls, checked, numbers, written):
         checked = replace(checked, gradients=())
         numbers = _read(context, checked)
-    previous = _norms_by_site(numbers.previous, checked.parts.by_site)
+    previous = _norms_by_site(numbers.previous, checked.state.by_site)
     left_by_previous = not _all_finite(previous)
     own = _own_verdict(
         checked, numbers, written | previous if left_by_previous else written, raised
@@ -162,17 +163,18 @@ def _checked(
 ) -> Checked:
     """Return the tensors of a step that are checked; the arguments are those of `judge`."""
     definition, log = context.definition, context.log
-    parts = definition.read_parts() if log.created else context.parts
+    state = definition.read_state() if log.created else context.state
     losses = [loss.detach() for loss in calls.losses or definition.losses(outputs)]
-    gradients = _gradients(context, calls, parts, raised)
-    statistics = _statistics(log, parts, context.learned.tolerated)
-    state = parts.by_site if has_updated else _written_by_hand(log, parts)
-    return Checked(parts, has_updated, losses, gradients, {"statistics": statistics, **state})
+    gradients = _gradients(context, calls, state, raised)
+    statistics = _statistics(log, state, context.learned.tolerated)
+    updated = state.by_site if has_updated else _written_by_hand(log, state)
+    written = {"statistics": statistics, **updated}
+    return Checked(state, has_updated, losses, gradients, written)
 
 
 def _read(context: StepContext, checked: Checked) -> Numbers:
     """Read the numbers of these tensors, with one read of the device."""
-    scales = [context.log.before(scale.value) for scale, _ in checked.parts.train_state.scales]
+    scales = [context.log.before(scale.value) for scale, _ in checked.state.train_state.scales]
     norms = {site: reductions.norms(tensors) for site, tensors in checked.by_site.items()}
     previous = {f"previous {site}": norms for site, norms in context.learned.unread.items()}
     losses = [loss.sum() if loss.ndim else loss for loss in checked.losses]
@@ -240,9 +242,9 @@ def _agreed(context: StepContext, own: Verdict, ruling: Ruling) -> Agreed:
     return Agreed(ruling, continues, Verdict.of((0.0, *means, 0.0, 0.0)), has_news)
 
 
-def are_finite(unread: Mapping[str, Sequence[Any]], parts: StateTensors) -> bool:
+def are_finite(unread: Mapping[str, Sequence[Any]], state: StateTensors) -> bool:
     """Whether these norms of the updated state by site are finite."""
-    return _all_finite(_norms_by_site(reductions.read(unread), parts.by_site))
+    return _all_finite(_norms_by_site(reductions.read(unread), state.by_site))
 
 
 def _all_finite(norms: Mapping[str, float]) -> bool:
@@ -250,41 +252,41 @@ def _all_finite(norms: Mapping[str, float]) -> bool:
 
 
 def read_update(
-    parts: StateTensors, verdict: Verdict, agreement: Agreement
+    state: StateTensors, verdict: Verdict, agreement: Agreement
 ) -> tuple[Verdict, Mapping[str, Sequence[Any]]]:
     """Return the verdict with the norms of the updated state; or unchanged, and these norms by site
     if they are better read with the verdict of the next step: if the host would wait for the device
     again, or if other processes need them.
     """
-    norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
-    if agreement.count > 1 or reductions.is_away(parts.by_site["weights"]):
+    norms = {site: reductions.norms(tensors) for site, tensors in state.by_site.items()}
+    if agreement.count > 1 or reductions.is_away(state.by_site["weights"]):
         return verdict, norms
-    updated = _norms_by_site(reductions.read(norms), parts.by_site)
+    updated = _norms_by_site(reductions.read(norms), state.by_site)
     return verdict._replace(weights=updated["weights"], slots=updated["slots"]), {}
 
 
 def _gradients(
-    context: StepContext, calls: Calls, parts: StateTensors, raised: bool
+    context: StepContext, calls: Calls, state: StateTensors, raised: bool
 ) -> list[tuple[str, Any]]:
     if calls.updates:
         pairs = [pair for update in calls.updates for pair in update.pairs]
         return [(variable.path, gradient) for gradient, variable in pairs]
     # A scaler will check those of a scaled loss.
     leaves = calls.loss_count > 0 and not (calls.is_scaled or context.has_written_weights)
-    return parts.gradients() if raised or leaves else []
+    return state.gradients() if raised or leaves else []
 
 
-def _statistics(log: UndoLog, parts: StateTensors, tolerated: Container[int]) -> list[Any]:
-    unjudged = log.gradients.kept_ids | parts.judged_elsewhere
+def _statistics(log: UndoLog, state: StateTensors, tolerated: Container[int]) -> list[Any]:
+    unjudged = log.gradients.kept_ids | state.not_statistics
     written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
     return list(filter(reductions.is_inexact, written))
 
 
-def _written_by_hand(log: UndoLog, parts: StateTensors) -> dict[str, list[Any]]:
-    if parts.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
+def _written_by_hand(log: UndoLog, state: StateTensors) -> dict[str, list[Any]]:
+    if state.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
         return {}
     written = set(map(id, log.written))
-    return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
+    return {site: [t for t in held if id(t) in written] for site, held in state.by_site.items()}
 
 
 def _constants(checked: Checked, log: UndoLog) -> frozenset[int]:
@@ -293,7 +295,7 @@ def _constants(checked: Checked, log: UndoLog) -> frozenset[int]:
     Values that an earlier call has left in a layer may be NaN, too. For a running statistic this
     would hide the fault.
     """
-    found, results = set(), set(map(id, checked.parts.train_state.results))
+    found, results = set(), set(map(id, checked.state.train_state.results))
     for tensor in checked.written["statistics"]:
         kept = log.kept[id(tensor)]
         if kept.is_counted or kept.differs:

@@ -44,7 +44,7 @@ def _continues(context: StepContext, ran: Ran) -> Seen:
         return Seen.NO
     if before is Seen.YES or not updates:
         return before
-    has_several = len(context.parts.train_state.optimizers) > 1 or len(updates) > 1
+    has_several = len(context.state.train_state.optimizers) > 1 or len(updates) > 1
     has_late_losses = not noted or noted > ran.before_update.loss_count
     is_continued = has_several or updates[0].evaluates or has_late_losses or ran.continues
     return Seen.of(is_continued or _writes_after(context, ran))
@@ -52,24 +52,24 @@ def _continues(context: StepContext, ran: Ran) -> Seen:
 
 def _assigned(context: StepContext) -> list[Any]:
     """Return what a step assigns to before it is compiled; a compiled one does not show it."""
-    definition, parts = context.definition, context.parts
+    definition, state = context.definition, context.state
     if not definition.jit or context.is_compiled:
         return []
-    listed = set(map(id, parts.all if definition.stock else parts.small_state))
+    listed = set(map(id, state.all if definition.stock else state.small_state))
     return [context.log.kept[key].tensor for key in context.log.writers if key not in listed]
 
 
 def _writes_after(context: StepContext, ran: Ran) -> bool:
     """Whether something that is judged was written after the last update."""
-    parts, log, after = context.parts, context.log, ran.versions_after
+    state, log, after = context.state, context.log, ran.versions_after
     written = [t for t, version in after.values() if t._version != version]
     written += [entry.tensor for key, entry in log.kept.items() if key not in after]
     if not written:
         return False
     # The next step judges the sum of the gradients.
-    unjudged = (parts.judged_elsewhere - parts.updated) | log.gradients.kept_ids
+    unjudged = (state.not_statistics - state.updated) | log.gradients.kept_ids
     # Of batch normalization torch counts only the writes of its integer buffer.
-    buffers = set(map(id, parts.unlisted))
+    buffers = set(map(id, state.unlisted))
     return any(
         id(t) not in unjudged and (reductions.is_inexact(t) or id(t) in buffers) for t in written
     )
@@ -79,5 +79,5 @@ def _not_updated(tensors: list[Any], updates: Iterable[Update]) -> list[Any]:
     """Return the tensors that none of these updates may have written."""
     if not tensors:
         return []
-    updated = {id(t) for update in updates for t in update.state()}
+    updated = {id(t) for update in updates for t in update.written()}
     return [t for t in tensors if id(t) not in updated]

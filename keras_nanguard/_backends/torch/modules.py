@@ -300,7 +300,7 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     }
 
 
-def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
+def unlisted_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
     """Return adapters of further optimizers of torch in attributes of these layers, and of known
     optimizers, which may wrap them; without those whose state a known one shows.
     """

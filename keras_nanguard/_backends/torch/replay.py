@@ -36,8 +36,8 @@ from keras_nanguard._backends.torch.modules import (
     Modes,
     TorchModule,
     is_sharded,
-    loose_optimizers,
     replaceable_buffers,
+    unlisted_optimizers,
 )
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
@@ -309,7 +309,7 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
         holders = _holders(variables)
-        undo_log = UndoLog((), is_replay=True, apart=_natives(variables))
+        undo_log = UndoLog((), is_replay=True, restored_elsewhere=_natives(variables))
         with _undone(holders, undo_log):
             for tensor in holders:
                 if tensor.grad is not None:  # a step may use it, and add to it in place
@@ -322,7 +322,7 @@ class Replay(interface.Replay):
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
         restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
-        others = (*known, *loose_optimizers(layers, known))
+        others = (*known, *unlisted_optimizers(layers, known))
         return [restore_buffers, Modes(model).held(), *(other.held() for other in others)]
 
     def without_rows(self, value: Any, kept: Any) -> Any:

@@ -41,7 +41,7 @@ from keras_nanguard._backends.torch.step_context import Learned, StepContext, St
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
 
-REFRESH = 100
+READ_EVERY = 100
 """Steps between two later readings of the train state."""
 
 
@@ -81,10 +81,10 @@ class Given(tuple[Any, ...]):
         return all(value._version == version for value, version in self.versions)
 
 
-def _known(parts: StateTensors, outputs: Any) -> Iterator[Any]:
+def _known(state: StateTensors, outputs: Any) -> Iterator[Any]:
     """Yield the tensors of a train state, their gradients, and those of the outputs of a step."""
-    yield from (*parts.all, *parts.unlisted, *parts.holders)
-    yield from (p.grad for p in parts.holders if p.grad is not None)
+    yield from (*state.all, *state.unlisted, *state.gradient_holders)
+    yield from (p.grad for p in state.gradient_holders if p.grad is not None)
     yield from _tensors_of(outputs)
 
 
@@ -106,14 +106,12 @@ class Transaction(interface.Transaction):
         body: the step, `body(*args) -> outputs`.
         of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
             `compute_loss` returns the loss.
-        stock: whether the body is Keras' own train step, in which nothing can fail after the
-            update.
-        jit: whether to compile the body, once its writes are known.
+        stock, jit: as in `StepDefinition`.
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
         learned: what the steps so far have shown.
-        parts: the train state, as it was read last.
+        state: the train state, as it was read last.
     """
 
     learned: Learned
@@ -136,7 +134,7 @@ class Transaction(interface.Transaction):
         self.learned = Learned()
         self.given: Any = None
         self.reports: list[Report] = []
-        self.parts: StateTensors | None = None
+        self.state: StateTensors | None = None
         self._called: Verdict | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
         self._optimizer = self._current_optimizer
@@ -162,11 +160,11 @@ class Transaction(interface.Transaction):
         """Run one step. Return its outputs, `None` if it has raised an exception about a bad
         number, and its verdict.
         """
-        parts, learned = self._current_parts(), self.learned
-        intercept = self._intercept(parts)
+        state, learned = self._current_state(), self.learned
+        intercept = self._intercept(state)
         self.given = Given.of(args)
         context = StepContext.of(
-            self._definition, parts, learned, is_compiled=intercept.compiled is not None
+            self._definition, state, learned, is_compiled=intercept.compiled is not None
         )
         try:
             outputs, verdict, self.learned = self._complete(context, intercept, args)
@@ -179,20 +177,20 @@ class Transaction(interface.Transaction):
             self.learned = replace(self.learned, changes_outside=True)
         return outputs, verdict
 
-    def _current_parts(self) -> StateTensors:
+    def _current_state(self) -> StateTensors:
         """Return the train state, which is read again if it may have changed."""
-        learned, parts = self.learned, self.parts
+        learned, state = self.learned, self.state
         is_replaced = self._current_optimizer is not self._optimizer
         if is_replaced:
             self.compiled, self._optimizer = None, self._current_optimizer
-        is_due = learned.stale or learned.is_fresh or learned.steps % REFRESH == 0
-        if parts is None or is_replaced or is_due:
-            parts = self.parts = self._definition.read_parts()
-        return parts
+        is_due = learned.stale or learned.is_fresh or learned.steps % READ_EVERY == 0
+        if state is None or is_replaced or is_due:
+            state = self.state = self._definition.read_state()
+        return state
 
-    def _intercept(self, parts: StateTensors) -> Intercept:
+    def _intercept(self, state: StateTensors) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        model, optimizers = self._definition.model, parts.train_state.optimizers
+        model, optimizers = self._definition.model, state.train_state.optimizers
         if not self.jit or self.learned.is_fresh:
             notes_backward = not (self._definition.stock or self.jit)
             return Intercept(model, optimizers, notes_backward=notes_backward)
@@ -224,9 +222,9 @@ class Transaction(interface.Transaction):
         again only if it may have: the step may have created slots.
         """
         outside = context.log.outside
-        if not outside.remain(_known(context.parts, outputs)):
+        if not outside.remain(_known(context.state, outputs)):
             return False
-        return outside.remain(_known(self._definition.read_parts(), outputs))
+        return outside.remain(_known(self._definition.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
@@ -246,7 +244,7 @@ class Transaction(interface.Transaction):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self._definition.read_parts())
+        return bool(unread) and not are_finite(unread, self._definition.read_state())
 
     def batch(self, given: Given) -> Any:
         return tuple(given) if given.is_unchanged else None

@@ -18,7 +18,7 @@ from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
 
-FRESH = 2
+FIRST_STEPS = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
 the tensors that a step writes.
 """
@@ -56,7 +56,7 @@ class Learned(interface.Learned):
     @property
     def is_fresh(self) -> bool:
         """Whether it is not known yet what the body writes."""
-        return self.steps < FRESH
+        return self.steps < FIRST_STEPS
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class StepDefinition:
         """Whether a step may be updated before its verdict, because it continues."""
         return self.run.refuses and not self.stock
 
-    def read_parts(self) -> StateTensors:
+    def read_state(self) -> StateTensors:
         """Read the train state."""
         return StateTensors(self.run.read_train_state(), self.run.model)
 
@@ -100,7 +100,7 @@ class StepContext:
     """
 
     definition: StepDefinition
-    parts: StateTensors
+    state: StateTensors
     learned: Learned
     is_compiled: bool
     log: UndoLog
@@ -108,13 +108,13 @@ class StepContext:
 
     @classmethod
     def of(
-        cls, definition: StepDefinition, parts: StateTensors, learned: Learned, is_compiled: bool
+        cls, definition: StepDefinition, state: StateTensors, learned: Learned, is_compiled: bool
     ) -> StepContext:
         """Return the step, with copies of what it may write unnoticed."""
-        log = _undo_log(definition, parts, learned, is_compiled)
-        watched = parts.small_state if definition.stock else parts.all
+        log = _undo_log(definition, state, learned, is_compiled)
+        watched = state.small_state if definition.stock else state.all
         versions = {id(t): (t, t._version) for t in watched}
-        return cls(definition, parts, learned, is_compiled, log, versions)
+        return cls(definition, state, learned, is_compiled, log, versions)
 
     @property
     def keeps_undo(self) -> bool:
@@ -127,7 +127,7 @@ class StepContext:
     @property
     def has_written_weights(self) -> bool:
         """Whether a weight or slot was written."""
-        updated, versions = self.parts.updated, self.versions.items()
+        updated, versions = self.state.updated, self.versions.items()
         return any(t._version != version for key, (t, version) in versions if key in updated)
 
     def written(self) -> list[Any]:
@@ -156,23 +156,23 @@ class StepContext:
 
 
 def _undo_log(
-    definition: StepDefinition, parts: StateTensors, learned: Learned, is_compiled: bool
+    definition: StepDefinition, state: StateTensors, learned: Learned, is_compiled: bool
 ) -> UndoLog:
     undoes_updates = definition.may_undo_update
-    uncounted = [*parts.unlisted, *learned.uncounted.values()]
+    uncounted = [*state.unlisted, *learned.uncounted.values()]
     kept = list(learned.untracked.values())
     if learned.is_fresh:
-        kept += parts.other
-        kept += parts.weights_and_slots if undoes_updates else ()
+        kept += state.other
+        kept += state.weights_and_slots if undoes_updates else ()
     if is_compiled:
-        uncounted, kept = [*uncounted, *parts.small_state, *kept], []
-    log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
+        uncounted, kept = [*uncounted, *state.small_state, *kept], []
+    log = UndoLog(kept, uncounted, holders=state.gradient_holders if undoes_updates else ())
     if learned.adds_by_hand.is_possible:
         log.keep_gradients()
-    attributes = parts.attributes(every=learned.is_fresh)
+    attributes = state.attributes(every=learned.is_fresh)
     log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-    log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
+    log.at_undo("gradients", partial(log.give_back_gradients, state.gradient_holders))
     # `LateWrites` keeps those of an eager step when they update.
-    for optimizer in parts.loose if undoes_updates and is_compiled else ():
+    for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
         log.at_undo(id(optimizer), optimizer.held())
     return log

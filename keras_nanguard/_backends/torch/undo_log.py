@@ -86,7 +86,7 @@ class UndoLog:
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
         is_replay: whether writes of gradient scalers are undone, too.
-        apart: tensors that other code restores.
+        restored_elsewhere: tensors that other code restores.
         holders: the tensors whose gradients the step may add to.
 
     Attributes:
@@ -102,7 +102,7 @@ class UndoLog:
         kept: Iterable[Any],
         uncounted: Iterable[Any] = (),
         is_replay: bool = False,
-        apart: Iterable[Any] = (),
+        restored_elsewhere: Iterable[Any] = (),
         holders: Iterable[Any] = (),
     ):
         self.kept: dict[int, Kept] = {}
@@ -110,7 +110,8 @@ class UndoLog:
         self.gradients = FoundGradients(holders)
         self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
-        self._is_replay, self._apart = is_replay, set(map(id, apart))
+        self._is_replay = is_replay
+        self._restored_elsewhere = set(map(id, restored_elsewhere))
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         # The state of a generator takes a microsecond, and does not wait for a device.
         restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
@@ -153,7 +154,11 @@ class UndoLog:
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
         key = place_of(tensor)
-        known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
+        known = (
+            id(tensor) in self._restored_elsewhere
+            or id(tensor) in self.kept
+            or key in self._restores
+        )
         if not (known or tensor.is_inference()):
             self._restores[key] = tensor_restorer(tensor)
             self.outside.note_tensor(tensor)
@@ -194,7 +199,7 @@ class UndoLog:
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
-        if not (tensor.is_meta or id(tensor) in self._apart):
+        if not (tensor.is_meta or id(tensor) in self._restored_elsewhere):
             self.keep(tensor)
             if id(tensor) in self.kept:
                 self.writers[id(tensor)] = variable

@@ -42,7 +42,7 @@ class Update:
     def __init__(self, optimizer: Any, call: Callable[[], Any]):
         self.optimizer, self._call, self._grad_mode = optimizer, call, torch.is_grad_enabled()
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         """Return every tensor that the update writes."""
         updated = [*(variable for _, variable in self.pairs), *self.optimizer.variables]
         return list(map(keras_variables.stored, updated))
@@ -64,9 +64,9 @@ class KerasUpdate(Update):
         self._variables = variables[0] if variables else keras_optimizers.trained_by(optimizer)
         self.pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         trained = keras_optimizers.trained_by(self.optimizer)  # an average may write all of them
-        return [*map(keras_variables.stored, trained), *super().state()]
+        return [*map(keras_variables.stored, trained), *super().written()]
 
     def build(self) -> None:
         optimizer = self.optimizer
@@ -90,7 +90,7 @@ class TorchUpdate(Update):
         if evaluates:  # it computes the gradients of all of them
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         return [*(variable.value for _, variable in self.pairs), *self.optimizer.slots]
 
     def _read(self) -> list[tuple[Any, Any]]:

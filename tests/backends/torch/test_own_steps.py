@@ -217,7 +217,7 @@ def test_slots_that_an_optimizer_of_torch_creates():
         assert set(noted) == {id(t) for slots in of.state.values() for t in slots.values()}
     assert len(noted) == 6 and not any(map(np.any, noted.values()))
     step(True)
-    assert not step.learned.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
+    assert not step.learned.stale and {id(t) for t in step.state.weights_and_slots} >= set(noted)
 
 
 # Scales and rates
