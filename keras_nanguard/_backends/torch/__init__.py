@@ -4,7 +4,10 @@ In addition to the modules that every backend has:
 
 | module | content |
 |---|---|
-| `execution` | one run of the body, its commit, and what it shows |
+| `execution` | one run of the body, and its commit or refusal |
+| `intercept` | the functions in place of updates and of the loss computation |
+| `calls` | the updates and losses that a step has called |
+| `learning` | what a step shows about its body |
 | `modules` | modules and optimizers of torch in Keras' form |
 | `updates` | the updates of a step |
 | `undo_log` | what a refusal restores |

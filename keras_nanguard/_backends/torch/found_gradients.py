@@ -20,8 +20,6 @@ class FoundGradients:
     Attributes:
         kept: each of these tensors whose gradient is to be restored, with this gradient. `None`
             until the step has added to one, or used one.
-        added_by_hand: whether the step has written one before its first backward pass or update
-            that is seen. Unknown if it has found none, or is not so far.
     """
 
     def __init__(self, holders: Iterable[Any]):
@@ -29,19 +27,27 @@ class FoundGradients:
         found = [(p, p.grad) for p in holders if p.grad is not None]
         self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in found]
         self.kept: list[tuple[Any, Any]] | None = None
-        self.added_by_hand = Seen.UNKNOWN
+        self._added_by_hand = Seen.UNKNOWN
 
-    def note_writes(self) -> None:
-        """Note whether the step has written them. Of those that are kept already forget the ones
-        that it has cleared or replaced.
+    @property
+    def kept_ids(self) -> set[int]:
+        """The `id` of each gradient, or shard of one, that is kept."""
+        return {id(local(gradient)) for _, gradient in self.kept or ()}
+
+    def note_writes(self) -> Seen:
+        """Return whether the step has written one before this was first called: at its first
+        backward pass or update, or its end. Unknown if it has found none.
+
+        Of those that are kept already, it forgets the ones that the step has cleared or replaced.
         """
-        if self.added_by_hand is not Seen.UNKNOWN or not self._found:
-            return
+        if self._added_by_hand is not Seen.UNKNOWN or not self._found:
+            return self._added_by_hand
         found = [(p, ref(), version) for p, ref, version in self._found]
         written = {id(g) for _, g, v in found if g is not None and _version_of(g) != v}
-        self.added_by_hand = Seen.of(bool(written))
+        self._added_by_hand = Seen.of(bool(written))
         if self.kept is not None:
             self.kept = [(p, g) for p, g in self.kept if p.grad is g or id(g) in written]
+        return self._added_by_hand
 
     def choose(self) -> list[tuple[Any, Any]]:
         """Return those to keep, each with its tensor: those that the step has neither cleared nor

@@ -3,28 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
+from keras_nanguard._backends.torch.calls import Calls
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Verdict
-from keras_nanguard._keras.tensors import local
 
 
-class Ruling(IntEnum):
+class Ruling(Enum):
     """What happens to a step, the most careful first."""
 
-    REFUSE = 0
-    CHECK = 1
+    REFUSE = "refuse"
+    CHECK = "check"
     """It is updated with the old values kept, and the updated state decides."""
-    COMMIT = 2
+    COMMIT = "commit"
+
+
+class Agreed(NamedTuple):
+    """What all processes do with a step.
+
+    Attributes:
+        ruling: the most careful one of all.
+        any_continues: whether the body of one of them may continue after its update.
+        verdict: the means of their numbers.
+        has_news: whether one of them has findings between two steps that the others do not have.
+    """
+
+    ruling: Ruling
+    any_continues: bool
+    verdict: Verdict
+    has_news: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """The tensors of one step that are checked.
+
+    Attributes:
+        state: the train state.
+        has_updated: whether an update has run.
+        gradients: those that count, each with the path of its weight: those of its updates; if it
+            has none, those that it has left.
+        written: those of each site: `statistics`, what it has written besides its updates; of
+            `weights` and `slots` all if an update has run, else those written by hand.
+        constants: the `id` of the unwritten buffers that are infinite on purpose, which are not
+            checked.
+    """
+
+    state: StateTensors
+    has_updated: bool
+    losses: Sequence[Any]
+    gradients: Sequence[tuple[str, Any]]
+    written: Mapping[str, Sequence[Any]]
+    constants: frozenset[int] = frozenset()
+
+    @property
+    def by_site(self) -> dict[str, Sequence[Any]]:
+        """The gradients, and what was written, by site."""
+        return {"gradients": [gradient for _, gradient in self.gradients], **self.written}
+
+    def without(self, constants: frozenset[int]) -> Checked:
+        """Return these tensors without those statistics."""
+        statistics = [t for t in self.written["statistics"] if id(t) not in constants]
+        return replace(
+            self, written={**self.written, "statistics": statistics}, constants=constants
+        )
+
+
+class Numbers(NamedTuple):
+    """What is read of the device for one step: its losses, all loss scales before it, the norm of
+    each tensor by site, and those of the previous update that were not read with it.
+    """
+
+    losses: Sequence[float]
+    scales: Sequence[float]
+    norms: Mapping[str, Sequence[float]]
+    previous: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,50 +94,43 @@ class Judged:
     """The verdict on one step, and what decided it: what its body has done until then.
 
     Attributes:
-        any_continues: whether the body of one of all processes may continue after its update.
-        verdict: the numbers; means over all processes, if there are several.
-        news: whether any process has findings between two steps that the others do not have.
         own: the numbers of this process alone.
-        parts: the train state.
-        has_updated: whether an update has run.
-        gradients: the gradients that count, each with the path of its weight: those of its updates;
-            if it has none, those that it has left.
-        written: the judged tensors of each site: `statistics`, what it has written besides its
-            updates; of `weights` and `slots` all if an update has run, else those written by hand.
-        constants: the `id` of the unwritten buffers that are infinite on purpose, which are not
-            judged.
         left_by_previous: whether the last step has left bad numbers in the state.
     """
 
-    ruling: Ruling
-    any_continues: bool
-    verdict: Verdict
-    news: bool
+    agreed: Agreed
     own: Verdict
-    parts: StateTensors
-    has_updated: bool
-    gradients: Sequence[tuple[str, Any]]
-    written: Mapping[str, Sequence[Any]]
-    constants: frozenset[int]
+    checked: Checked
     left_by_previous: bool
 
+    @property
+    def ruling(self) -> Ruling:
+        """What happens to the step."""
+        return self.agreed.ruling
 
-def places(context: StepContext, judged: Judged) -> list[tuple[str, str, Any]]:
+
+def places(context: StepContext, calls: Calls, checked: Checked) -> list[tuple[str, str, Any]]:
     """Return `(site, path, tensor)` of everything that a report of the step counts."""
-    state, kept = judged.parts.train_state, context.log.kept.items()
-    paths = {key: entry.writer.path for key, entry in kept if entry.writer is not None}
-    paths |= {id(v.value): v.path for v in (*state.trainable, *state.other, *state.slots)}
-    found = [("outputs", path, tensor) for path, tensor in context.intercept.outputs]
-    found += [("gradients", path, gradient) for path, gradient in judged.gradients]
+    train_state = checked.state.train_state
+    paths = {key: variable.path for key, variable in context.log.writers.items()}
+    listed = (*train_state.trainable, *train_state.other, *train_state.slots)
+    paths |= {id(variable.value): variable.path for variable in listed}
+    outputs = calls.outputs(context.definition.model)
+    found = [("outputs", path, tensor) for path, tensor in outputs]
+    found += [("gradients", path, gradient) for path, gradient in checked.gradients]
     return found + [
         (site, paths.get(id(tensor), "unlisted variable"), tensor)
-        for site, tensors in judged.written.items()
+        for site, tensors in checked.written.items()
         for tensor in tensors
     ]
 
 
 def judge(
-    context: StepContext, outputs: Any = None, raised: bool = False, has_updated: bool = False
+    context: StepContext,
+    calls: Calls,
+    outputs: Any = None,
+    raised: bool = False,
+    has_updated: bool = False,
 ) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here: with one read of it, if all numbers are finite.
@@ -85,162 +140,178 @@ def judge(
         raised: whether it has ended in an exception about a bad number.
         has_updated: whether one of its updates has run.
     """
-    log, records, unread = context.log, context.intercept.records, context.learned.unread
-    parts = context.definition.read_parts() if log.created else context.parts
-    losses = context.intercept.losses or context.definition.losses(outputs)
-    losses = [loss.detach() for loss in losses]
-    gradients = _gradients(context, parts, raised)
-    statistics = _statistics(log, parts, context.learned.tolerated)
-    state = parts.by_site if has_updated else _written_by_hand(log, parts)
-    written = {"statistics": statistics, **state}
-    tensors = {"gradients": [gradient for _, gradient in gradients], **written}
-    read = reductions.read(
-        {
-            "losses": [loss.sum() if loss.ndim else loss for loss in losses],
-            "scales": [log.before(scale.value) for scale, _ in parts.train_state.scales],
-            **{site: reductions.norms(given) for site, given in tensors.items()},
-            **{f"previous {site}": norms for site, norms in unread.items()},
-        }
+    checked = _checked(context, calls, outputs, raised, has_updated)
+    numbers = _read(context, checked)
+    if not math.isfinite(sum(numbers.norms["statistics"])):
+        checked = checked.without(_constants(checked, context.log))
+        numbers = _read(context, checked)
+    written = _norms_by_site(numbers.norms, checked.written)
+    if _has_left_bad_trials(calls, checked, numbers, written):
+        checked = replace(checked, gradients=())
+        numbers = _read(context, checked)
+    previous = _norms_by_site(numbers.previous, checked.state.by_site)
+    left_by_previous = not _all_finite(previous)
+    own = _own_verdict(
+        checked, numbers, written | previous if left_by_previous else written, raised
     )
-    constants = frozenset[int]()
-    if not math.isfinite(sum(read["statistics"])):
-        constants = _constants(statistics, log, parts)
-        written["statistics"] = [t for t in statistics if id(t) not in constants]
-        read |= reductions.read({"statistics": reductions.norms(written["statistics"])})
-    norms = _norms_by_site(read, written)
-    left = _norms_by_site(read, {site: parts.by_site[site] for site in unread}, "previous ")
-    left_by_previous = not _all_finite(left)
-    squares = reductions.squares_of(read["gradients"], tensors["gradients"])
-    has_trials = bool(records) and all(record.has_trials for record in records)
-    if has_trials and _all_finite(norms) and not math.isfinite(squares):
-        gradients, squares = [], 0.0  # of a point that a line search has tried and left
-    loss = reductions.sum_of(read["losses"], losses)
-    loss = math.nan if raised and math.isfinite(squares) else loss
-    own = _verdict(loss, squares, {**norms, **(left if left_by_previous else {})}, read["scales"])
-    # The update may overflow if the squares of the gradients do.
-    may_overflow = not math.isfinite(sum([norm * norm for norm in read["gradients"]]))
-    needs_check = may_overflow and not has_updated
-    ruling = _ruling(own, read["scales"], raised, needs_check)
-    return Judged(
-        *_agreed(ruling, context, own),
-        own=own,
-        parts=parts,
-        has_updated=has_updated,
-        gradients=gradients,
-        written=written,
-        constants=constants,
-        left_by_previous=left_by_previous,
+    agreed = _agreed(context, own, _ruling(checked, numbers, own, raised))
+    return Judged(agreed, own, checked, left_by_previous)
+
+
+def _checked(
+    context: StepContext, calls: Calls, outputs: Any, raised: bool, has_updated: bool
+) -> Checked:
+    """Return the tensors of a step that are checked; the arguments are those of `judge`."""
+    definition, log = context.definition, context.log
+    state = definition.read_state() if log.created else context.state
+    losses = [loss.detach() for loss in calls.losses or definition.losses(outputs)]
+    gradients = _gradients(context, calls, state, raised)
+    statistics = _statistics(log, state, context.learned.tolerated)
+    updated = state.by_site if has_updated else _written_by_hand(log, state)
+    written = {"statistics": statistics, **updated}
+    return Checked(state, has_updated, losses, gradients, written)
+
+
+def _read(context: StepContext, checked: Checked) -> Numbers:
+    """Read the numbers of these tensors, with one read of the device."""
+    scales = [context.log.before(scale.value) for scale, _ in checked.state.train_state.scales]
+    norms = {site: reductions.norms(tensors) for site, tensors in checked.by_site.items()}
+    previous = {f"previous {site}": norms for site, norms in context.learned.unread.items()}
+    losses = [loss.sum() if loss.ndim else loss for loss in checked.losses]
+    read = reductions.read({"losses": losses, "scales": scales, **norms, **previous})
+    return Numbers(
+        read["losses"],
+        read["scales"],
+        {site: read[site] for site in norms},
+        {site: read[f"previous {site}"] for site in context.learned.unread},
     )
 
 
-def _verdict(
-    loss: float, squares: float, norms: Mapping[str, float], scales: Sequence[float]
+def _has_left_bad_trials(
+    calls: Calls, checked: Checked, numbers: Numbers, written: Mapping[str, float]
+) -> bool:
+    """Whether the gradients are bad only at a point that a line search has tried and left."""
+    if not (calls.has_only_line_searches and _all_finite(written)):
+        return False
+    return not math.isfinite(_squares(checked, numbers))
+
+
+def _squares(checked: Checked, numbers: Numbers) -> float:
+    """Return half the sum of squares of the gradients."""
+    return reductions.squares_of(numbers.norms["gradients"], checked.by_site["gradients"])
+
+
+def _own_verdict(
+    checked: Checked, numbers: Numbers, norms: Mapping[str, float], raised: bool
 ) -> Verdict:
-    """Return the verdict of this process, from norms by site and all loss scales before the step;
-    `squares` is half the sum of those of gradients.
+    """Return the numbers of this process; `norms`: by site, those of the previous update if they
+    are bad.
     """
+    squares = _squares(checked, numbers)
+    loss = reductions.sum_of(numbers.losses, checked.losses)
     return Verdict(
         False,
-        loss=loss,
+        loss=math.nan if raised and math.isfinite(squares) else loss,
         gradients=squares,
         statistics=norms["statistics"],
         weights=norms.get("weights", 0.0),
         slots=norms.get("slots", 0.0),
-        scale=rules.common_scale(rules.NUMBERS, scales, 1.0),
+        scale=rules.common_scale(rules.NUMBERS, numbers.scales, 1.0),
     )
 
 
-def _ruling(own: Verdict, scales: Sequence[float], raised: bool, needs_check: bool) -> Ruling:
-    if not rules.may_commit(rules.NUMBERS, own.finite and not raised, scales):
+def _ruling(checked: Checked, numbers: Numbers, own: Verdict, raised: bool) -> Ruling:
+    if not rules.may_commit(rules.NUMBERS, own.finite and not raised, numbers.scales):
         return Ruling.REFUSE
-    return Ruling.CHECK if needs_check else Ruling.COMMIT
+    # The update may overflow if the squares of the gradients do.
+    may_overflow = not math.isfinite(sum([norm * norm for norm in numbers.norms["gradients"]]))
+    return Ruling.CHECK if may_overflow and not checked.has_updated else Ruling.COMMIT
 
 
-def are_finite(unread: Mapping[str, Sequence[Any]], parts: StateTensors) -> bool:
+def _agreed(context: StepContext, own: Verdict, ruling: Ruling) -> Agreed:
+    """Return what all processes do, with the verdict and the ruling of this one."""
+    agreement = context.definition.run.agreement
+    continues = context.learned.continues.is_possible
+    if agreement.count == 1:
+        return Agreed(ruling, continues, own, False)
+    flags = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK, continues, agreement.has_news]
+    sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
+    refuses, checks, continues, has_news = (number > 0 for number in sums[:4])
+    ruling = Ruling.REFUSE if refuses else Ruling.CHECK if checks else Ruling.COMMIT
+    means = (number / agreement.count for number in sums[4:])
+    return Agreed(ruling, continues, Verdict.of((0.0, *means, 0.0, 0.0)), has_news)
+
+
+def are_finite(unread: Mapping[str, Sequence[Any]], state: StateTensors) -> bool:
     """Whether these norms of the updated state by site are finite."""
-    tensors = {site: parts.by_site[site] for site in unread}
-    return _all_finite(_norms_by_site(reductions.read(unread), tensors))
+    return _all_finite(_norms_by_site(reductions.read(unread), state.by_site))
 
 
 def _all_finite(norms: Mapping[str, float]) -> bool:
     return all(map(math.isfinite, norms.values()))
 
 
-def _agreed(
-    ruling: Ruling, context: StepContext, own: Verdict
-) -> tuple[Ruling, bool, Verdict, bool]:
-    """Return the most careful ruling of all processes, whether the body of one of them may
-    continue, the means of their verdicts, and whether one of them has news.
-    """
-    agreement = context.definition.run.agreement
-    continues = context.learned.continues.is_possible
-    if agreement.count == 1:
-        return ruling, continues, own, False
-    careful = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK]
-    flags = [*careful, continues, agreement.has_news]
-    sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
-    *careful, continues, news = (number > 0 for number in sums[:4])
-    means = (number / agreement.count for number in sums[4:])
-    agreed = Ruling([*careful, True].index(True))
-    return agreed, continues, Verdict.of((0.0, *means, 0.0, 0.0)), news
-
-
 def read_update(
-    parts: StateTensors, verdict: Verdict, agreement: Agreement
+    state: StateTensors, verdict: Verdict, agreement: Agreement
 ) -> tuple[Verdict, Mapping[str, Sequence[Any]]]:
     """Return the verdict with the norms of the updated state; or unchanged, and these norms by site
     if they are better read with the verdict of the next step: if the host would wait for the device
     again, or if other processes need them.
     """
-    norms = {site: reductions.norms(tensors) for site, tensors in parts.by_site.items()}
-    if agreement.count > 1 or reductions.is_away(parts.by_site["weights"]):
+    norms = {site: reductions.norms(tensors) for site, tensors in state.by_site.items()}
+    if agreement.count > 1 or reductions.is_away(state.by_site["weights"]):
         return verdict, norms
-    updated = _norms_by_site(reductions.read(norms), parts.by_site)
+    updated = _norms_by_site(reductions.read(norms), state.by_site)
     return verdict._replace(weights=updated["weights"], slots=updated["slots"]), {}
 
 
-def _gradients(context: StepContext, parts: StateTensors, raised: bool) -> list[tuple[str, Any]]:
-    intercept = context.intercept
-    if intercept.records:
-        pairs = [pair for record in intercept.records for pair in record.pairs]
+def _gradients(
+    context: StepContext, calls: Calls, state: StateTensors, raised: bool
+) -> list[tuple[str, Any]]:
+    if calls.updates:
+        pairs = [pair for update in calls.updates for pair in update.pairs]
         return [(variable.path, gradient) for gradient, variable in pairs]
     # A scaler will check those of a scaled loss.
-    leaves = intercept.noted > 0 and not (intercept.is_scaled or context.has_written_weights)
-    return parts.gradients() if raised or leaves else []
+    leaves = calls.loss_count > 0 and not (calls.is_scaled or context.has_written_weights)
+    return state.gradients() if raised or leaves else []
 
 
-def _statistics(log: UndoLog, parts: StateTensors, tolerated: Container[int]) -> list[Any]:
-    gradients = {id(local(gradient)) for _, gradient in log.gradients.kept or ()}
-    unjudged = gradients | parts.judged_elsewhere
+def _statistics(log: UndoLog, state: StateTensors, tolerated: Container[int]) -> list[Any]:
+    unjudged = log.gradients.kept_ids | state.not_statistics
     written = [t for t in log.written if not (id(t) in unjudged or id(t) in tolerated)]
     return list(filter(reductions.is_inexact, written))
 
 
-def _written_by_hand(log: UndoLog, parts: StateTensors) -> dict[str, list[Any]]:
-    if parts.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
+def _written_by_hand(log: UndoLog, state: StateTensors) -> dict[str, list[Any]]:
+    if state.updated.isdisjoint(log.kept):  # the healthy step of a Keras optimizer
         return {}
     written = set(map(id, log.written))
-    return {site: [t for t in held if id(t) in written] for site, held in parts.by_site.items()}
+    return {site: [t for t in held if id(t) in written] for site, held in state.by_site.items()}
 
 
-def _constants(statistics: Iterable[Any], log: UndoLog, parts: StateTensors) -> frozenset[int]:
-    """Return the `id` of the unwritten buffers among these that are infinite on purpose.
+def _constants(checked: Checked, log: UndoLog) -> frozenset[int]:
+    """Return the `id` of the unwritten buffers among the statistics that are infinite on purpose.
 
     Values that an earlier call has left in a layer may be NaN, too. For a running statistic this
     would hide the fault.
     """
-    found, results = set(), set(map(id, parts.train_state.results))
-    for key, kept in ((id(tensor), log.kept[id(tensor)]) for tensor in statistics):
+    found, results = set(), set(map(id, checked.state.train_state.results))
+    for tensor in checked.written["statistics"]:
+        kept = log.kept[id(tensor)]
         if kept.is_counted or kept.differs:
             continue
-        ((nan, inf, _),) = reductions.counts([kept.tensor])
-        if key in results if nan else inf:
-            found.add(key)
+        ((nan, inf, _),) = reductions.counts([tensor])
+        if id(tensor) in results if nan else inf:
+            found.add(id(tensor))
     return frozenset(found)
 
 
 def _norms_by_site(
-    read: Mapping[str, Sequence[float]], tensors: Mapping[str, Sequence[Any]], prefix: str = ""
+    read: Mapping[str, Sequence[float]], tensors: Mapping[str, Sequence[Any]]
 ) -> dict[str, float]:
-    """Return the norm of all these tensors of each site, from those of each tensor."""
-    return {site: reductions.norm_of(read[prefix + site], given) for site, given in tensors.items()}
+    """Return the norm of all tensors of each site that was read, from those of each tensor."""
+    return {
+        site: reductions.norm_of(read[site], given)
+        for site, given in tensors.items()
+        if site in read
+    }

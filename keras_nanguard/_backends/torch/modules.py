@@ -63,6 +63,33 @@ def modules_of(model: Any) -> Iterator[Any]:
     return iter({id(module): module for owner in owners for module in owner.modules()}.values())
 
 
+class Modes:
+    """Which modules of a model are in training mode, which of their parameters are trainable, and
+    whether this thread records gradients. A step may change them for a part of it, and end halfway.
+    """
+
+    def __init__(self, model: Any):
+        self._modules = list(modules_of(model))
+        self._parameters = [p for m in self._modules for p in m.parameters(recurse=False)]
+
+    def held(self) -> Callable[[], None]:
+        """Return a function that restores the current modes."""
+        is_enabled = torch.is_grad_enabled()
+        training = [module.training for module in self._modules]
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+
+        def restore() -> None:
+            torch.set_grad_enabled(is_enabled)
+            for module, before in zip(self._modules, training):
+                if module.training != before:
+                    module.training = before
+            for parameter, before in zip(self._parameters, trainable):
+                if parameter.requires_grad != before:
+                    parameter.requires_grad_(before)
+
+        return restore
+
+
 def replaceable_buffers(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
     """Return `(dict of the module, name, tensor)` for each buffer that a model may replace: not
     those of a scripted module.
@@ -273,7 +300,7 @@ def _copied(state: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     }
 
 
-def loose_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
+def unlisted_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[TorchOptimizer]:
     """Return adapters of further optimizers of torch in attributes of these layers, and of known
     optimizers, which may wrap them; without those whose state a known one shows.
     """

@@ -28,14 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
+from keras_nanguard._backends.torch.calls import Calls, Recorder
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.late_writes import COMMUNICATING, LateWrites, written_by
 from keras_nanguard._backends.torch.modules import (
+    Modes,
     TorchModule,
     is_sharded,
-    loose_optimizers,
     replaceable_buffers,
+    unlisted_optimizers,
 )
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
@@ -266,7 +268,7 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
-    ) -> Iterator[Intercept]:
+    ) -> Iterator[Recorder]:
         """Record losses and updates; `immediate`: updates run at once.
 
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
@@ -275,18 +277,20 @@ class Replay(interface.Replay):
         weights = _natives(getattr(model, "trainable_variables", ()))
         late_writes = LateWrites(set(map(id, weights)))
 
-        def on_update(record: Update) -> None:
+        def on_update(_: Calls, update: Update) -> Any:
             late_writes.begin()
-            if immediate or record.evaluates:
-                with late_writes.during(record):
-                    record.run()
+            if not (immediate or update.evaluates):
+                return None
+            with late_writes.during(update):
+                return update.run().result
 
         with contextlib.ExitStack() as stack:
             _WITHOUT_ERROR.enter(late_writes)
             stack.callback(_WITHOUT_ERROR.leave, late_writes)
             late_writes.wait(stack)
-            intercept = Intercept(model, optimizers)
-            yield stack.enter_context(intercept.running(on_update, late_writes.around_backward))
+            recorder = Recorder(model, on_update, late_writes.around_backward)
+            stack.enter_context(Intercept(model, optimizers).recording(recorder))
+            yield recorder
 
     @contextlib.contextmanager
     def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -305,7 +309,7 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
         holders = _holders(variables)
-        undo_log = UndoLog((), is_replay=True, apart=_natives(variables))
+        undo_log = UndoLog((), is_replay=True, restored_elsewhere=_natives(variables))
         with _undone(holders, undo_log):
             for tensor in holders:
                 if tensor.grad is not None:  # a step may use it, and add to it in place
@@ -318,7 +322,8 @@ class Replay(interface.Replay):
         layers = [] if model is None else keras_layers.layers_of(model)
         known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
         restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
-        return [restore_buffers, *(o.held() for o in (*known, *loose_optimizers(layers, known)))]
+        others = (*known, *unlisted_optimizers(layers, known))
+        return [restore_buffers, Modes(model).held(), *(other.held() for other in others)]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from keras_nanguard._backends.torch.modules import (
+    Modes,
     TorchOptimizer,
-    loose_optimizers,
     replaceable_buffers,
+    unlisted_optimizers,
 )
 from keras_nanguard._keras import (
     attributes as keras_attributes,
@@ -34,12 +35,13 @@ class StateTensors:
         other: statistics, frozen weights, seeds and states of recurrent layers.
         small_state: `other`, and the tensors of metrics.
         all: all of these tensors.
-        holders: what has a gradient.
+        gradient_holders: what has a gradient: whole tensors, not shards.
         unlisted: tensors that may be written although Keras lists them nowhere, buffers of torch
             modules included.
-        judged_elsewhere: the `id` of tensors that are not statistics.
-        loose: the optimizers of torch in attributes of the model or its layers that are not among
-            the optimizers of the train state.
+        not_statistics: the `id` of tensors that are not statistics.
+        modes: which modules train, and which of their parameters.
+        unlisted_optimizers: the optimizers of torch in attributes of the model or its layers that
+            are not among the optimizers of the train state.
     """
 
     def __init__(self, train_state: TrainState, model: Any):
@@ -50,8 +52,8 @@ class StateTensors:
         self.other, metrics = _of(train_state.other), _of(train_state.metrics)
         self.small_state = [*self.other, *metrics]
         self.all = [*self.small_state, *self.weights_and_slots]
-        self.holders = [getattr(v, "of", v.value) for v in train_state.trainable]
-        self.judged_elsewhere = self.updated.union(map(id, _of(train_state.unjudged)))
+        self.gradient_holders = [getattr(v, "of", v.value) for v in train_state.trainable]
+        self.not_statistics = self.updated.union(map(id, _of(train_state.unjudged)))
         listed = self.updated.union(map(id, self.other))
         natives = map(keras_variables.native, train_state.unlisted)
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
@@ -59,7 +61,8 @@ class StateTensors:
         self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
         attributes = self.attributes(every=True)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
-        self.loose = loose_optimizers(train_state.layers, train_state.optimizers)
+        self.modes = Modes(model)
+        self.unlisted_optimizers = unlisted_optimizers(train_state.layers, train_state.optimizers)
 
     def gradients(self) -> list[tuple[str, Any]]:
         """Return the current gradients that a known optimizer uses, each with the path of its
@@ -67,9 +70,9 @@ class StateTensors:
         built yet.
         """
         trained = list(map(_trained_by, self.train_state.optimizers))
-        used = {id(t) for tensors in trained for t in tensors} & set(map(id, self.holders))
+        used = {id(t) for tensors in trained for t in tensors} & set(map(id, self.gradient_holders))
         used = used if all(trained) else set()
-        pairs = [(v.path, t) for v, t in zip(self.train_state.trainable, self.holders)]
+        pairs = [(v.path, t) for v, t in zip(self.train_state.trainable, self.gradient_holders)]
         pairs = [(path, t) for path, t in pairs if id(t) in used or not used]
         return [(path, local(t.grad)) for path, t in pairs if t.grad is not None]
 

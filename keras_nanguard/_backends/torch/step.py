@@ -35,13 +35,13 @@ from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scala
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
+from keras_nanguard._backends.torch.learning import learned_from
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import Learned, StepContext, StepDefinition
-from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
 
-REFRESH = 100
+READ_EVERY = 100
 """Steps between two later readings of the train state."""
 
 
@@ -81,10 +81,10 @@ class Given(tuple[Any, ...]):
         return all(value._version == version for value, version in self.versions)
 
 
-def _known(parts: StateTensors, outputs: Any) -> Iterator[Any]:
+def _known(state: StateTensors, outputs: Any) -> Iterator[Any]:
     """Yield the tensors of a train state, their gradients, and those of the outputs of a step."""
-    yield from (*parts.all, *parts.unlisted, *parts.holders)
-    yield from (p.grad for p in parts.holders if p.grad is not None)
+    yield from (*state.all, *state.unlisted, *state.gradient_holders)
+    yield from (p.grad for p in state.gradient_holders if p.grad is not None)
     yield from _tensors_of(outputs)
 
 
@@ -97,7 +97,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(StepDefinition):
+class Transaction(interface.Transaction):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
@@ -106,18 +106,15 @@ class Transaction(StepDefinition):
         body: the step, `body(*args) -> outputs`.
         of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
             `compute_loss` returns the loss.
-        stock: whether the body is Keras' own train step, in which nothing can fail after the
-            update.
-        jit: whether to compile the body, once its writes are known.
+        stock, jit: as in `StepDefinition`.
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
         learned: what the steps so far have shown.
-        parts: the train state, as it was read last.
+        state: the train state, as it was read last.
     """
 
     learned: Learned
-    parts: StateTensors
 
     def __init__(
         self,
@@ -129,19 +126,21 @@ class Transaction(StepDefinition):
         jit: bool = False,
         compiled: Intercept | None = None,
     ):
-        self.body = self.replayed = body
-        self.run, self.stock, self.jit = run, stock, jit
+        self.run, self.replayed, self.jit = run, body, jit
         self.losses = losses_in_logs if of_trainer else scalars
-        self.model, self.compiled = run.model if of_trainer else None, compiled
+        model = run.model if of_trainer else None
+        self._definition = StepDefinition(run, body, self.losses, model, stock, jit)
+        self.compiled = compiled
         self.learned = Learned()
         self.reports: list[Report] = []
+        self.state: StateTensors | None = None
         self._called: interface.Executed | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
         self._optimizer = self._current_optimizer
 
     @property
     def _current_optimizer(self) -> Any:
-        return getattr(self.model, "optimizer", None)
+        return getattr(self._definition.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
         self._called = self.run_step(*args)
@@ -158,61 +157,71 @@ class Transaction(StepDefinition):
 
     def run_step(self, *args: Any) -> interface.Executed:
         """Run one step. Its outputs are `None` if it has raised an exception about a bad number."""
-        learned = self.learned
-        replaced = self._current_optimizer is not self._optimizer
-        if replaced:
-            self.compiled = None
-        if learned.stale or learned.is_fresh or replaced or learned.steps % REFRESH == 0:
-            self._optimizer = self._current_optimizer
-            self.parts = self.read_parts()
+        state, learned = self._current_state(), self.learned
+        intercept = self._intercept(state)
         given = Given.of(args)
-        context = StepContext.of(self, self.parts, learned, self._intercept())
+        context = StepContext.of(
+            self._definition, state, learned, is_compiled=intercept.compiled is not None
+        )
         try:
-            outputs, verdict, self.learned = self._complete(context, args)
+            outputs, verdict, self.learned = self._complete(context, intercept, args)
         except BaseException:
             self.learned = replace(learned, steps=learned.steps + 1, stale=True)
             raise
         finally:
-            context.release()
-        if not self.learned.changes_outside and self._changes_outside(context.log, outputs):
+            context.log.release()  # an exception that refers to it keeps no copies
+        if not self.learned.changes_outside and self._changes_outside(context, outputs):
             self.learned = replace(self.learned, changes_outside=True)
         return interface.Executed(outputs, verdict, given)
 
-    def _changes_outside(self, log: UndoLog, outputs: Any) -> bool:
-        """Whether the last step has changed something outside of the train state, which is read
-        again only if it may have: the step may have created slots.
-        """
-        if not log.outside.remain(_known(self.parts, outputs)):
-            return False
-        return log.outside.remain(_known(self.read_parts(), outputs))
+    def _current_state(self) -> StateTensors:
+        """Return the train state, which is read again if it may have changed."""
+        learned, state = self.learned, self.state
+        is_replaced = self._current_optimizer is not self._optimizer
+        if is_replaced:
+            self.compiled, self._optimizer = None, self._current_optimizer
+        is_due = learned.stale or learned.is_fresh or learned.steps % READ_EVERY == 0
+        if state is None or is_replaced or is_due:
+            state = self.state = self._definition.read_state()
+        return state
+
+    def _intercept(self, state: StateTensors) -> Intercept:
+        """Return what records the calls of a step: a new one, or that of the compiled body."""
+        model, optimizers = self._definition.model, state.train_state.optimizers
+        if not self.jit or self.learned.is_fresh:
+            notes_backward = not (self._definition.stock or self.jit)
+            return Intercept(model, optimizers, notes_backward=notes_backward)
+        self.compiled = self.compiled or Intercept(model, optimizers, self._definition.body)
+        return self.compiled
 
     def _complete(
-        self, context: StepContext, args: tuple[Any, ...]
+        self, context: StepContext, intercept: Intercept, args: tuple[Any, ...]
     ) -> tuple[Any, Verdict, Learned]:
         """Run a step; commit or refuse it. Return its outputs, its verdict, and what the steps have
         shown.
         """
-        ran = execution.run(context, args)
-        at_end = partial(judge, context, ran.outputs, ran.raised, bool(ran.updates))
+        ran = execution.run(context, intercept, args)
+        at_end = partial(judge, context, ran.calls, ran.outputs, ran.raised, bool(ran.updated))
         judged = ran.judged or at_end()
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
             judged = at_end()
-        self.run.agreement.hear(judged.news)
-        learned = execution.learned_from(context, ran, judged)
+        self.run.agreement.hear(judged.agreed.has_news)
+        learned = learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                self.reports.append(execution.report(context, judged, args))
+                self.reports.append(execution.report(context, ran.calls, judged, args))
             if self.run.refuses:
-                return ran.outputs, execution.refuse(context, judged), learned
+                return ran.outputs, execution.refuse(context, ran.calls, judged), learned
         return ran.outputs, *execution.commit(context, ran, judged, learned)
 
-    def _intercept(self) -> Intercept:
-        """Return what records the calls of a step: a new one, or that of the compiled body."""
-        optimizers = self.parts.train_state.optimizers
-        if not self.jit or self.learned.is_fresh:
-            return Intercept(self.model, optimizers, roots=not (self.stock or self.jit))
-        self.compiled = self.compiled or Intercept(self.model, optimizers, self.body)
-        return self.compiled
+    def _changes_outside(self, context: StepContext, outputs: Any) -> bool:
+        """Whether the last step has changed something outside of the train state, which is read
+        again only if it may have: the step may have created slots.
+        """
+        outside = context.log.outside
+        if not outside.remain(_known(context.state, outputs)):
+            return False
+        return outside.remain(_known(self._definition.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
@@ -232,7 +241,7 @@ class Transaction(StepDefinition):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self.read_parts())
+        return bool(unread) and not are_finite(unread, self._definition.read_state())
 
     def batch(self, arguments: Given) -> Any:
         return tuple(arguments) if arguments.is_unchanged else None

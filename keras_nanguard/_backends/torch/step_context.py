@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.seen import Seen
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._keras import attributes as keras_attributes
 
-FRESH = 2
+FIRST_STEPS = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
 the tensors that a step writes.
 """
@@ -57,26 +56,34 @@ class Learned(interface.Learned):
     @property
     def is_fresh(self) -> bool:
         """Whether it is not known yet what the body writes."""
-        return self.steps < FRESH
+        return self.steps < FIRST_STEPS
 
 
-class StepDefinition(interface.Transaction):
-    """The facts about a step that its runs use and do not change; its transaction. `jit`: whether
-    its body is compiled, once its writes are known.
+@dataclass(frozen=True, eq=False)
+class StepDefinition:
+    """The facts about a step that do not change from one run of it to the next.
+
+    Attributes:
+        body: the step as the user wrote it: `body(*args) -> outputs`.
+        losses: returns the losses among its outputs, for one that never calls `compute_loss`.
+        model: the model whose `compute_loss` it calls, or `None`.
+        stock: whether it is Keras' own train step, in which nothing can fail after the update.
+        jit: whether the body is compiled, once its writes are known.
     """
 
+    run: interface.Run
     body: Callable[..., Any]
-    """The step as the user wrote it: `body(*args) -> outputs`."""
-
-    stock: bool
-    """Whether it is Keras' own train step, in which nothing can fail after the update."""
+    losses: Callable[[Any], list[Any]]
+    model: Any = None
+    stock: bool = False
+    jit: bool = False
 
     @property
     def may_undo_update(self) -> bool:
         """Whether a step may be updated before its verdict, because it continues."""
         return self.run.refuses and not self.stock
 
-    def read_parts(self) -> StateTensors:
+    def read_state(self) -> StateTensors:
         """Read the train state."""
         return StateTensors(self.run.read_train_state(), self.run.model)
 
@@ -87,31 +94,27 @@ class StepContext:
 
     Attributes:
         learned: what earlier steps have shown.
+        is_compiled: whether the body is compiled, so that its writes are not recorded.
         log: what a refusal restores.
         versions: the watched tensors of the train state by their `id`, with their versions.
     """
 
     definition: StepDefinition
-    parts: StateTensors
+    state: StateTensors
     learned: Learned
-    intercept: Intercept
+    is_compiled: bool
     log: UndoLog
     versions: Mapping[int, tuple[Any, int]]
 
     @classmethod
     def of(
-        cls, definition: StepDefinition, parts: StateTensors, learned: Learned, intercept: Intercept
+        cls, definition: StepDefinition, state: StateTensors, learned: Learned, is_compiled: bool
     ) -> StepContext:
         """Return the step, with copies of what it may write unnoticed."""
-        log = _undo_log(definition, parts, learned, intercept.compiled is not None)
-        watched = parts.small_state if definition.stock else parts.all
+        log = _undo_log(definition, state, learned, is_compiled)
+        watched = state.small_state if definition.stock else state.all
         versions = {id(t): (t, t._version) for t in watched}
-        return cls(definition, parts, learned, intercept, log, versions)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the body is compiled, so that its writes are not recorded."""
-        return self.intercept.compiled is not None
+        return cls(definition, state, learned, is_compiled, log, versions)
 
     @property
     def updates_first(self) -> bool:
@@ -119,17 +122,12 @@ class StepContext:
         updates_first = self.is_compiled or self.learned.is_fresh or self.learned.updates_first
         return self.definition.may_undo_update and updates_first
 
-    def release(self) -> None:
-        """Release all copies and records, so that an exception that refers to it keeps none."""
-        self.intercept.release()
-        self.log.release()
-
     # What the body has written so far
 
     @property
     def has_written_weights(self) -> bool:
         """Whether a weight or slot was written."""
-        updated, versions = self.parts.updated, self.versions.items()
+        updated, versions = self.state.updated, self.versions.items()
         return any(t._version != version for key, (t, version) in versions if key in updated)
 
     def written(self) -> list[Any]:
@@ -137,8 +135,7 @@ class StepContext:
         changed = [t for t, version in self.versions.values() if t._version != version]
         if not changed:
             return []
-        kept = self.log.kept.items()
-        by_keras = {k for k, entry in kept if self.is_compiled or entry.writer is not None}
+        by_keras = self.log.kept if self.is_compiled else self.log.writers
         return [t for t in changed if id(t) not in by_keras]
 
     def written_uncounted(self) -> list[Any]:
@@ -159,23 +156,23 @@ class StepContext:
 
 
 def _undo_log(
-    definition: StepDefinition, parts: StateTensors, learned: Learned, is_compiled: bool
+    definition: StepDefinition, state: StateTensors, learned: Learned, is_compiled: bool
 ) -> UndoLog:
     undoes_updates = definition.may_undo_update
-    uncounted = [*parts.unlisted, *learned.uncounted.values()]
+    uncounted = [*state.unlisted, *learned.uncounted.values()]
     kept = list(learned.untracked.values())
     if learned.is_fresh:
-        kept += parts.other
-        kept += parts.weights_and_slots if undoes_updates else ()
+        kept += state.other
+        kept += state.weights_and_slots if undoes_updates else ()
     if is_compiled:
-        uncounted, kept = [*uncounted, *parts.small_state, *kept], []
-    log = UndoLog(kept, uncounted, holders=parts.holders if undoes_updates else ())
+        uncounted, kept = [*uncounted, *state.small_state, *kept], []
+    log = UndoLog(kept, uncounted, holders=state.gradient_holders if undoes_updates else ())
     if learned.adds_by_hand.is_possible:
         log.keep_gradients()
-    attributes = parts.attributes(every=learned.is_fresh)
+    attributes = state.attributes(every=learned.is_fresh)
     log.at_undo("attributes", partial(keras_attributes.give_back_tensors, attributes))
-    log.at_undo("gradients", partial(log.give_back_gradients, parts.holders))
+    log.at_undo("gradients", partial(log.give_back_gradients, state.gradient_holders))
     # `LateWrites` keeps those of an eager step when they update.
-    for optimizer in parts.loose if undoes_updates and is_compiled else ():
+    for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
         log.at_undo(id(optimizer), optimizer.held())
     return log

@@ -44,21 +44,19 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of entries, by their number of bytes."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kept:
     """A tensor as it was before the step.
 
     Attributes:
         value, version: its value and version when it was kept.
         is_counted: whether torch counts every write of it.
-        writer: the variable through which Keras wrote it, `None` if it did not.
     """
 
     tensor: Any
     value: Any
     version: int
     is_counted: bool = True
-    writer: Any = None
 
     @property
     def is_written(self) -> bool:
@@ -88,11 +86,12 @@ class UndoLog:
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
         is_replay: whether writes of gradient scalers are undone, too.
-        apart: tensors that other code restores.
+        restored_elsewhere: tensors that other code restores.
         holders: the tensors whose gradients the step may add to.
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
+        writers: the variables through which Keras wrote some of them, by the `id` of the tensor.
         gradients: those that the step has found.
         outside: whether it has changed anything else.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
@@ -103,31 +102,33 @@ class UndoLog:
         kept: Iterable[Any],
         uncounted: Iterable[Any] = (),
         is_replay: bool = False,
-        apart: Iterable[Any] = (),
+        restored_elsewhere: Iterable[Any] = (),
         holders: Iterable[Any] = (),
     ):
         self.kept: dict[int, Kept] = {}
+        self.writers: dict[int, Any] = {}
         self.gradients = FoundGradients(holders)
         self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
-        self._is_replay, self._apart = is_replay, set(map(id, apart))
+        self._is_replay = is_replay
+        self._restored_elsewhere = set(map(id, restored_elsewhere))
         # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         # The state of a generator takes a microsecond, and does not wait for a device.
         restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
         self._restores: dict[Any, Callable[[], None]] = dict(enumerate(restorers))
         for tensor in uncounted:
-            self.keep(tensor).is_counted = False
+            self.keep(tensor, is_counted=False)
         for tensor in kept:
             self.keep(tensor)
 
-    def keep(self, tensor: Any) -> Kept:
-        """Return the copy of a tensor, which is made now unless there is one."""
-        known = self.kept.get(id(tensor))
-        if known is None:
-            if tensor.is_inference():  # counts no writes; torch writes it in that mode only
-                return Kept(tensor, tensor, 0)
-            known = self.kept[id(tensor)] = Kept(tensor, tensor.detach().clone(), tensor._version)
-        return known
+    def keep(self, tensor: Any, is_counted: bool = True) -> None:
+        """Copy a tensor, unless it is kept already; `is_counted`: whether torch counts every write
+        of it.
+        """
+        # One of `torch.inference_mode` counts no writes; torch writes it in that mode only.
+        if not (id(tensor) in self.kept or tensor.is_inference()):
+            value = tensor.detach().clone()
+            self.kept[id(tensor)] = Kept(tensor, value, tensor._version, is_counted)
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
@@ -153,7 +154,11 @@ class UndoLog:
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
         key = place_of(tensor)
-        known = id(tensor) in self._apart or id(tensor) in self.kept or key in self._restores
+        known = (
+            id(tensor) in self._restored_elsewhere
+            or id(tensor) in self.kept
+            or key in self._restores
+        )
         if not (known or tensor.is_inference()):
             self._restores[key] = tensor_restorer(tensor)
             self.outside.note_tensor(tensor)
@@ -194,8 +199,10 @@ class UndoLog:
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
-        if not (tensor.is_meta or id(tensor) in self._apart):
-            self.keep(tensor).writer = variable
+        if not (tensor.is_meta or id(tensor) in self._restored_elsewhere):
+            self.keep(tensor)
+            if id(tensor) in self.kept:
+                self.writers[id(tensor)] = variable
 
     def note_created(self, variable: Any) -> None:
         """Store the first value of a variable that Keras has created."""
@@ -215,6 +222,7 @@ class UndoLog:
     def release(self) -> None:
         self.gradients.release()
         self.kept.clear()
+        self.writers.clear()
         self._restores.clear()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -17,6 +17,15 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of a torch optimizer that have the hooks of its updates; names private to torch."""
 
 
+class Updated(NamedTuple):
+    """What an update has returned, and the tensors that it has created outside of Keras, each with
+    its first value.
+    """
+
+    result: Any
+    created: Sequence[tuple[Any, Any]] = ()
+
+
 class Update:
     """One call of an update.
 
@@ -24,18 +33,16 @@ class Update:
         pairs: each gradient with the variable that the update will write; it has a `path`.
         evaluates: whether it evaluates the loss itself, so that its gradients are known only after
             it.
-        has_trials: whether it has evaluated the loss more than once, as a line search does.
         has_hooks: whether it calls the user's code, which may write other tensors.
     """
 
-    evaluates = has_trials = has_hooks = False
+    evaluates = has_hooks = False
     pairs: list[tuple[Any, Any]]
-    result: Any = None
 
     def __init__(self, optimizer: Any, call: Callable[[], Any]):
         self.optimizer, self._call, self._grad_mode = optimizer, call, torch.is_grad_enabled()
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         """Return every tensor that the update writes."""
         updated = [*(variable for _, variable in self.pairs), *self.optimizer.variables]
         return list(map(keras_variables.stored, updated))
@@ -43,13 +50,10 @@ class Update:
     def build(self) -> None:
         """Build the optimizer as the update itself would."""
 
-    def run(self) -> list[tuple[Any, Any]]:
-        """Run the update; return the tensors that it has created outside of Keras, each with its
-        first value.
-        """
+    def run(self) -> Updated:
+        """Run the update."""
         with torch.set_grad_enabled(self._grad_mode):  # a replay runs it after the step
-            self.result = self._call()
-        return []
+            return Updated(self._call())
 
 
 class KerasUpdate(Update):
@@ -60,9 +64,9 @@ class KerasUpdate(Update):
         self._variables = variables[0] if variables else keras_optimizers.trained_by(optimizer)
         self.pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         trained = keras_optimizers.trained_by(self.optimizer)  # an average may write all of them
-        return [*map(keras_variables.stored, trained), *super().state()]
+        return [*map(keras_variables.stored, trained), *super().written()]
 
     def build(self) -> None:
         optimizer = self.optimizer
@@ -86,7 +90,7 @@ class TorchUpdate(Update):
         if evaluates:  # it computes the gradients of all of them
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
-    def state(self) -> list[Any]:
+    def written(self) -> list[Any]:
         return [*(variable.value for _, variable in self.pairs), *self.optimizer.slots]
 
     def _read(self) -> list[tuple[Any, Any]]:
@@ -96,23 +100,21 @@ class TorchUpdate(Update):
         written = [(p, g) for p, g in self._grads if g is not None]
         return [(local(g), self.optimizer.variable_of(p)) for p, g in written]
 
-    def run(self) -> list[tuple[Any, Any]]:
+    def run(self) -> Updated:
         """Step with the gradients of the original call, which a replay may have dropped since, or
         with its closure.
         """
         before = {p: set(slots) for p, slots in slots_of(self._of)}
         settings = settings_of(self._of.param_groups)
-        if self.evaluates:
-            super().run()
-            self._grads = self._read()
-            self.pairs = self._pairs()
-        else:
+        if not self.evaluates:
             for p, grad in self._grads:
                 if p.grad is not grad:
                     p.grad = grad
             if self.optimizer.global_clipnorm:
                 written = [p for p, g in self._grads if g is not None]
                 torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
-            super().run()
-        created: list[tuple[Any, Any]] = self.optimizer.created_since(before, settings)
-        return created
+        result = super().run().result
+        if self.evaluates:
+            self._grads = self._read()
+            self.pairs = self._pairs()
+        return Updated(result, self.optimizer.created_since(before, settings))

@@ -217,7 +217,7 @@ def test_slots_that_an_optimizer_of_torch_creates():
         assert set(noted) == {id(t) for slots in of.state.values() for t in slots.values()}
     assert len(noted) == 6 and not any(map(np.any, noted.values()))
     step(True)
-    assert not step.learned.stale and {id(t) for t in step.parts.weights_and_slots} >= set(noted)
+    assert not step.learned.stale and {id(t) for t in step.state.weights_and_slots} >= set(noted)
 
 
 # Scales and rates
@@ -298,7 +298,7 @@ def test_an_update_without_an_optimizer_of_the_model(make, at):
     ended, refused, step = by_hand(make, batches, True)
     assert refused == [batch is BAD for batch in batches] and same(ended, by_hand(make, good, False)[0])
     (report,) = step.take_reports()
-    assert math.isfinite(report.verdict.loss) and [row for row, (nan, _, _) in zip(report.rows, report.counts) if nan] == [("weights", step.model.layers[-1].kernel.path)]
+    assert math.isfinite(report.verdict.loss) and [row for row, (nan, _, _) in zip(report.rows, report.counts) if nan] == [("weights", step.run.model.layers[-1].kernel.path)]
 
 
 @pytest.mark.parametrize("make", [assigned, of_torch, in_place])

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from support.torch_steps import X, Y, alone, network, same, state
+from support.torch_steps import X, Y, alone, network, same, state, watched
 
 from keras_nanguard import NanGuard
 
@@ -131,6 +131,49 @@ def test_a_step_that_ends_halfway_is_undone(error):
             model.fit(**data, verbose=0, callbacks=callbacks)
         ends.append(state(model))
     assert not same(ends[0], ends[1]) and same(ends[2], ends[1])
+
+
+def frozen(net, x):
+    net[0].requires_grad_(False)
+    draw_of(net(x))
+    net[0].requires_grad_(True)
+
+
+def evaluated(net, x):
+    net.eval()
+    draw_of(net(x))
+    net.train()
+
+
+def without_gradients(net, x):
+    torch.set_grad_enabled(False)
+    draw_of(net(x))
+    torch.set_grad_enabled(True)
+
+
+def draw_of(output):
+    torch.multinomial(output.detach().sigmoid().reshape(1, -1), 1)
+
+
+@pytest.mark.parametrize("part", [frozen, evaluated, without_gradients])
+def test_modes_that_a_step_changes_until_it_raises(part):
+    """The step does not set them back, so the guard does. The next steps train everything."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer, modes = torch.optim.SGD(net.parameters(), 0.01), []
+
+    def body(x):
+        modes.append((net[0].weight.requires_grad, net[1].training, torch.is_grad_enabled()))
+        part(net, x)
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    with torch.enable_grad():
+        guard, _ = watched(net, [optimizer], body, [x, x, x, x * torch.nan, x])
+    assert len(guard.incidents) == 1 and modes[-1] == (True, True, True)
 
 
 # clip_grad_norm_(error_if_nonfinite=True)

@@ -91,7 +91,7 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
     log = UndoLog([variable.value])
     with log:
         variable.assign(np.zeros((2, 3), "float32"))
-    assert [kept.writer for kept in log.kept.values()] == [variable] and log.created == []
+    assert [*log.kept] == [*log.writers] and [*log.writers.values()] == [variable] and log.created == []
     log.give_back()
     np.testing.assert_array_equal(values(variable), VALUES)
 

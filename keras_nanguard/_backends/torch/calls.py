@@ -1,0 +1,143 @@
+"""The updates and losses that the code of a step on torch calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import torch
+
+from keras_nanguard._backends.torch.modules import tensors_in
+from keras_nanguard._backends.torch.reductions import is_inexact
+from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._keras.layers import named_outputs
+
+SOURCES = ("compute_loss", "scale", "backward")
+"""Functions whose values are the losses of a step: of the first one that the step calls. Those of
+the others are these losses once more, scaled, or parts of them.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """What a step has called until now.
+
+    Attributes:
+        updates: its updates, in order.
+        line_searches: the number of those that have evaluated the loss more than once.
+        losses_of: the losses of each of `SOURCES` that it has called.
+        predictions: the outputs of the model that each `compute_loss` has received.
+    """
+
+    updates: tuple[Update, ...] = ()
+    line_searches: int = 0
+    losses_of: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    predictions: tuple[Any, ...] = ()
+
+    def with_losses(self, source: str, losses: Iterable[Any]) -> Calls:
+        """Return these calls and one of this function."""
+        found = (*self.losses_of.get(source, ()), *losses)
+        return replace(self, losses_of={**self.losses_of, source: found})
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The losses of the step, from the first of `SOURCES` that has any."""
+        return next(filter(None, map(self.losses_of.get, SOURCES)), ())
+
+    @property
+    def loss_count(self) -> int:
+        """The number of losses of all of `SOURCES`."""
+        return sum(map(len, self.losses_of.values()))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the losses are scaled."""
+        return bool(self.losses_of.get("scale"))
+
+    @property
+    def has_only_line_searches(self) -> bool:
+        """Whether each update, of at least one, has evaluated the loss more than once."""
+        return 0 < self.line_searches == len(self.updates)
+
+    def outputs(self, model: Any) -> list[tuple[str, Any]]:
+        """Return `(name, tensor)` of the outputs of the model that `compute_loss` received."""
+        flat = map(keras.tree.flatten, self.predictions)
+        named = [pair for outputs in flat for pair in named_outputs(model, outputs)]
+        tensors = [pair for pair in named if isinstance(pair[1], torch.Tensor)]
+        return [pair for pair in tensors if is_inexact(pair[1])]
+
+
+class Recorder:
+    """Records the calls of one run of a step. Only the overrides of `intercept` call it.
+
+    Args:
+        model: the model whose `compute_loss` is recorded, or `None`.
+        on_update: is called in place of each update, with the calls until then. Returns the result
+            of the update.
+        around_backward: returns a context for each backward pass of an eager step.
+
+    Attributes:
+        calls: the calls until now.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        on_update: Callable[[Calls, Update], Any],
+        around_backward: Callable[[], AbstractContextManager[None]],
+    ):
+        self._model, self._on_update, self.around_backward = model, on_update, around_backward
+        self.calls = Calls()
+
+    def note_losses(self, source: str, values: Any) -> None:
+        """Note those of these values that are real scalars, each of which counts as a loss."""
+        tensors = [t for t in tensors_in([values]) if t.numel() == 1 and t.is_floating_point()]
+        self.calls = self.calls.with_losses(source, [tensor.detach() for tensor in tensors])
+
+    def note_loss_of_model(self, loss: Any, predictions: Any) -> None:
+        """Note the result of `compute_loss`, and the outputs that it has received."""
+        calls = self.calls.with_losses("compute_loss", [loss])
+        self.calls = replace(calls, predictions=(*calls.predictions, predictions))
+
+    def update(self, update: Update) -> Any:
+        """Note an update and run it, unless `on_update` does not; return its result."""
+        before = self.calls
+        if not update.evaluates:
+            self.calls = replace(before, updates=(*before.updates, update))
+            return self._on_update(self.calls, update)
+        result = self._on_update(before, update)
+        passes = len(self.calls.losses_of.get("backward", ()))
+        is_search = passes > len(before.losses_of.get("backward", ())) + 1
+        self.calls = replace(
+            self.calls,
+            updates=(*self.calls.updates, update),  # its gradients are known only now
+            line_searches=self.calls.line_searches + is_search,
+        )
+        if isinstance(result, torch.Tensor):  # not the losses of its line search
+            self.calls = replace(self.calls, losses_of=before.losses_of)
+            self.note_losses("backward", result)
+        return result
+
+    def release(self) -> None:
+        """Release all tensors."""
+        self.calls = Calls()
+
+    # For replays, which read them after the body
+
+    @property
+    def records(self) -> tuple[Update, ...]:
+        """The updates that were called."""
+        return self.calls.updates
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The losses of the step."""
+        return self.calls.losses
+
+    @property
+    def outputs(self) -> list[tuple[str, Any]]:
+        """`(name, tensor)` of the outputs of the model."""
+        return self.calls.outputs(self._model)
