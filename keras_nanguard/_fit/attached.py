@@ -198,7 +198,7 @@ class Attached:
     def end_test(self, logs: Any) -> None:
         """Report NaN and Inf in the results of `evaluate` or of a validation, and outdated
         BatchNormalization statistics. A metric beside a finite loss is only mentioned; see
-        `callbacks.has_finite`.
+        `fit_logs.has_finite`.
         """
         bad = bad_metrics(logs)
         if has_finite(logs, "loss"):

@@ -132,7 +132,7 @@ class Run:
         through it, too, so they are forgotten.
         """
         self.access = access
-        self.recent.restart()
+        self.recent.release()
 
     def begin(self, resumed: int | None) -> None:
         """Begin to record the run before its first step; `resumed` is the step of the snapshot from

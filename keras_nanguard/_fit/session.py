@@ -402,7 +402,7 @@ class Session:
             closing.callback(run.recorder.end, status, run.step, run.counts.epoch)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
-            closing.callback(run.recent.restart)
+            closing.callback(run.recent.release)
             self.guard_state = self.guard_state or run.changes()
             if run.agreement.has_news:  # no later step has reported it to the others
                 self.incidents.report(incident_of(run, run.agreement.pick_up()))

@@ -258,9 +258,14 @@ class RecentBatches:
             self._entries[-1] = self._entries[-1]._replace(given=None)
 
     def restart(self) -> None:
-        """Remove everything, because the next step starts from another state."""
+        """Forget the steps so far, because the next one starts from another state."""
         self._entries.clear()
-        self._bytes, self.newest = 0, None
+        self._bytes = 0
+
+    def release(self) -> None:
+        """Remove everything."""
+        self.restart()
+        self.newest = None
 
     def return_to(self, step: int) -> None:
         """Remove the steps from this one on, which are to be replayed."""

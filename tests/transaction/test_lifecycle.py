@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+import weakref
 import zipfile
 
 import keras
@@ -291,6 +293,38 @@ def test_data_are_released(bad):
         assert len(iterators()) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.requires_backend("torch", reason="in a compiled step the arrays of an exception are symbolic")
+def test_an_exception_keeps_nothing_of_its_step():
+    """Without the guard either: the memory is free for another try, before the garbage collector runs."""
+
+    class Large:
+        """Stands for the activations of the step."""
+
+    def released(callbacks):
+        found = []
+
+        class Fails(keras.Model):
+            def train_step(self, data):
+                large = Large()
+                found.append(weakref.ref(large))
+                raise MemoryError("out of memory")
+
+        inputs = keras.Input((4,))
+        model = Fails(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse")
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(MemoryError):
+                model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=callbacks)
+            return found[0]() is None
+        finally:
+            gc.enable()
+
+    assert released([]), "stock Keras releases it"
+    assert released([NanGuard(verbose=0)])
 
 
 def test_an_evaluation_before_the_first_step():

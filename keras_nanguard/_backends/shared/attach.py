@@ -256,12 +256,14 @@ class Attachment(StateAccess):
         try:
             return self._call(*args)
         except self.END_OF_DATA:
+            self._running = None
             raise
         except BaseException as error:
             self._keepable = False
-            note = partial(self.session.note_error, error, self._running)
-            self._running = None
-            for release in (self._rescue, note, self.detach):
+            args, self._running = self._running, None
+            # A name for the partial would keep the exception, and with it the frames of the step.
+            note = partial(self.session.note_error, args=args)
+            for release in (self._rescue, partial(note, error), self.detach):
                 with contextlib.suppress(Exception):  # which must not replace the first one
                     release()
             raise
