@@ -176,8 +176,8 @@ def run(context: StepContext, intercept: Intercept, args: Sequence[Any]) -> Ran:
             outputs = (intercept.compiled or definition.body)(*args)
         return gate.ended(recorder.calls, outputs)
     except BaseException as error:
-        restore_modes()
         if gate.can_be_undone and isinstance(error, Exception) and is_numeric(error):
+            restore_modes()
             return gate.ended(recorder.calls, None, raised=True)
         with contextlib.ExitStack() as ending:  # the last one first, even if it raises
             ending.callback(recorder.release)
@@ -186,6 +186,7 @@ def run(context: StepContext, intercept: Intercept, args: Sequence[Any]) -> Ran:
                 ending.callback(host.leave, error)
             if gate.can_be_undone:
                 ending.callback(log.give_back)
+                ending.callback(restore_modes)
         raise
     finally:
         for pair in log.created:

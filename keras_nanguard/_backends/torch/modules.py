@@ -69,8 +69,10 @@ class Modes:
     """
 
     def __init__(self, model: Any):
-        self._modules = list(modules_of(model))
-        self._parameters = [p for m in self._modules for p in m.parameters(recurse=False)]
+        modules = list(modules_of(model))
+        self._parameters = [p for m in modules for p in m.parameters(recurse=False)]
+        # A frozen scripted module has no mode.
+        self._modules = [module for module in modules if hasattr(module, "training")]
 
     def held(self) -> Callable[[], None]:
         """Return a function that restores the current modes."""
@@ -84,7 +86,7 @@ class Modes:
                 if module.training != before:
                     module.training = before
             for parameter, before in zip(self._parameters, trainable):
-                if parameter.requires_grad != before:
+                if parameter.requires_grad != before and parameter.is_leaf:
                     parameter.requires_grad_(before)
 
         return restore

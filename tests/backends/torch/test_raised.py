@@ -176,6 +176,38 @@ def test_modes_that_a_step_changes_until_it_raises(part):
     assert len(guard.incidents) == 1 and modes[-1] == (True, True, True)
 
 
+def test_a_frozen_scripted_module_has_no_mode():
+    fixed = torch.jit.freeze(torch.jit.script(torch.nn.Linear(3, 3).eval()))
+    net = torch.nn.Sequential(fixed, torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net[1].parameters(), 0.01)
+
+    def body(x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.ones(4, 3)
+    guard, _ = watched(net, [optimizer], body, [x, x * torch.nan, x])
+    assert [incident.step for incident in guard.incidents] == [1]
+
+
+def test_modes_of_a_step_that_is_not_undone():
+    """With a policy that changes nothing, a step that ends halfway keeps what it has set, as without the guard."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def body(x):
+        net.eval()
+        raise RuntimeError("done")
+
+    guard = NanGuard("observe", verbose=0)
+    with pytest.raises(RuntimeError, match="done"), guard.watch(net, optimizer):
+        guard.step(body)(torch.ones(4, 3))
+    assert not net.training
+
+
 # clip_grad_norm_(error_if_nonfinite=True)
 
 
