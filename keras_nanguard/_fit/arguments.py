@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,8 +98,10 @@ def folder(directory: Any) -> Path | None:
     received = f"directory={safe_repr(str(path))}, "
     try:
         path = path.absolute()
+        with contextlib.suppress(OSError):
+            path.stat()  # a ValueError for a NUL byte or a lone surrogate, which `is_file` hides
         is_file = path.is_file()
-    except OSError as error:  # a name that is too long
+    except (OSError, ValueError) as error:  # or a name that is too long
         raise GuardError(expected(what, f"{received}{error}", remedy)) from error
     _require(not is_file, what, f"{received}a file", remedy)
     return path
