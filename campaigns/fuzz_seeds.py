@@ -48,7 +48,7 @@ def run_of(model: Any) -> Any:
     from keras_nanguard._policy.policy import Policy
     from keras_nanguard._recording.recorder import Recorder
 
-    return Run(model, Policy.load("recover"), Recorder(), None, {}, None, print)
+    return Run(model, Policy.load("recover"), Recorder(), None, {}, None, None, print)
 
 
 def save(run: Path, folder: Path) -> None:

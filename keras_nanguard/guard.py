@@ -109,6 +109,7 @@ class NanGuard(keras.callbacks.Callback):
     ):
         super().__init__()
         self.directory = arguments.folder(directory)
+        self._directory_shown = None if directory is None else str(Path(directory))
         self.resume = arguments.flag("resume", resume)
         self.policy = arguments.policy(policy, sections, self.directory, self.resume)
         self.functions = arguments.functions(functions)
@@ -255,7 +256,7 @@ class NanGuard(keras.callbacks.Callback):
             )
         model, optimizers = loop.guardable(model, optimizers)
         self.session = session = self._session(model, optimizers)
-        self._log.begin(session.run.directory)
+        self._log.begin(session.run.directory, session.run.shown)
         self._warn_about_policy()
         resumed, self._loop = self._resumed_from(), session
         try:
@@ -427,7 +428,7 @@ class NanGuard(keras.callbacks.Callback):
         self.session = self._session(model)
         shown = (self.logs, self.diagnose)
         self._attached = Attached(self.session, self._log, *shown, self._detach)
-        self._log.begin(self.session.run.directory)
+        self._log.begin(self.session.run.directory, self.session.run.shown)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
         """Return the host side of the steps of a model, which continues that of its last fit.
@@ -439,7 +440,7 @@ class NanGuard(keras.callbacks.Callback):
         from keras_nanguard._diagnose.explainer import Explainer
 
         log = self._log
-        own = (self.functions, self.directory, log.line)
+        own = (self.functions, self.directory, self._directory_shown, log.line)
         run = Run(model, self.policy, log.recorder, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, log.announce, explain, log.bad_rows)
@@ -492,6 +493,11 @@ class NanGuard(keras.callbacks.Callback):
         of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
         flags = dict.fromkeys(("_resumed", "_names_missing"), False)
         return {**vars(self), **of_fit, **flags}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickle. A relative directory is one of the process that reads it."""
+        self.__dict__.update(state)
+        self.directory = arguments.folder(self._directory_shown)
 
     def __copy__(self) -> Any:
         """Return the same as `copy.deepcopy`."""

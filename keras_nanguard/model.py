@@ -45,7 +45,7 @@ def _functional() -> type:
 
 class _OfTensors:
     """Descriptor that returns, for a class, the class of the same name for functional models.
-    Unpickling finds it here.
+    Unpickling finds it here. A model has none, because saving reads every attribute of a model.
 
     When one model of a class is created from inputs and outputs, `Model.__init__` makes the class
     and its bases functional permanently (`inject_functional_model_class` in keras/src/models). No
@@ -53,7 +53,9 @@ class _OfTensors:
     the class returned here `Functional.__init__` precedes it.
     """
 
-    def __get__(self, model: Any, cls: Any) -> type:
+    def __get__(self, model: Any, cls: Any) -> Any:
+        if model is not None:
+            return None
         return cls if issubclass(cls, _functional()) else _functional_class(cls)
 
 
@@ -64,9 +66,14 @@ def _functional_class(cls: type) -> type:
         "__qualname__": f"{cls.__qualname__}._of_tensors",
         "__doc__": cls.__doc__,
     }
+    registered, known = keras.saving.get_registered_name(cls), keras.saving.get_custom_objects()
+    package, _, name = registered.rpartition(">")
+    before = known.get(registered, cls)
     made = type(cls.__name__, (cls, _functional()), named)
-    package, _, name = keras.saving.get_registered_name(cls).rpartition(">")
-    return keras.saving.register_keras_serializable(package, name)(made) if package else made
+    if package:  # the name stays that of the class, which can also create other models
+        keras.saving.register_keras_serializable(package, name)(made)
+        known[registered] = before
+    return made
 
 
 @keras.saving.register_keras_serializable("keras_nanguard")
@@ -115,7 +122,8 @@ class NanGuardModel(keras.Model):
                 expected("guard to be a NanGuard", f"guard={safe_repr(guard)}", remedy)
             )
         if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
-            self.__class__ = self._of_tensors
+            cls = type(self)
+            self.__class__ = cls._of_tensors
         super().__init__(*args, **kwargs)
         if guard is not None:
             overrides.set_instance(self, "_nanguard", (guard, None))

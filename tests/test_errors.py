@@ -58,6 +58,8 @@ def test_verbose_is_a_switch_too():
         ({"snapshots": {"every": 5}}, "did you mean 'snapshot'?"),
         ({"directory": 5}, 'Received: directory=5. Write directory="run1"'),
         ({"directory": "run" * 2000}, 'Write directory="run1"'),
+        ({"directory": "run\0"}, "Received: directory='run\\x00', embedded null byte. Write directory="),
+        ({"directory": "run\ud800"}, "Received: directory='run\\ud800', 'utf-8' codec can't encode"),
         ({"directory": __file__}, "a file. Write directory"),
         ({"functions": [print]}, 'Write functions={"print": print}.'),
         ({"functions": print}, 'Write functions={"print": print}.'),

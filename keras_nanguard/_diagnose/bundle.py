@@ -46,7 +46,8 @@ from keras_nanguard._keras import (
 
 
 def write(run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> str:
-    """Write a bundle into the guard's directory and return its path.
+    """Write a bundle into the guard's directory and return its path, relative if the user gave a
+    relative directory.
 
     Args:
         run: the run, whose state is the one before the step.
@@ -55,11 +56,12 @@ def write(run: RunView, incident: Incident, batch: Any, evidence: Evidence) -> s
     folder = Path(run.directory or "") / BUNDLES
     folder.mkdir(parents=True, exist_ok=True)
     path = _free_path(folder, incident.step)
+    shown = str(Path(run.shown or "") / BUNDLES / path.name)
     with atomic_files.beside(path) as unfinished:
         unfinished.mkdir()
-        _fill(unfinished, run, incident.with_(bundle=str(path)), batch, evidence)
+        _fill(unfinished, run, incident.with_(bundle=shown), batch, evidence)
     _drop_oldest(folder, path)
-    return str(path)
+    return shown
 
 
 def _free_path(folder: Path, step: int) -> Path:

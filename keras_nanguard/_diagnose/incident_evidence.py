@@ -44,10 +44,12 @@ class RunView(interface.Run, Protocol):
 
     Attributes:
         directory: folder for files; `None` writes nothing.
+        shown: this folder as the user wrote it.
         ring: the snapshots (`_fit/snapshots.py::Ring`).
     """
 
     directory: str | None
+    shown: str | None
     history: History
     ring: Any
 

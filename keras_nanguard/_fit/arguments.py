@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,7 +82,8 @@ def verbosity(verbose: Any) -> int:
 
 
 def folder(directory: Any) -> Path | None:
-    """Return the folder for files, or `None`.
+    """Return the absolute path of the folder for files, or `None`. It stays the same if the working
+    directory changes.
 
     Raises:
         GuardError: if it is not a path, or the path of a file.
@@ -95,9 +97,13 @@ def folder(directory: Any) -> Path | None:
     path = Path(directory)
     received = f"directory={safe_repr(str(path))}, "
     try:
-        _require(not path.is_file(), what, f"{received}a file", remedy)
-    except OSError as error:  # a name that is too long
+        path = path.absolute()
+        with contextlib.suppress(OSError):
+            path.stat()  # a ValueError for a NUL byte or a lone surrogate, which `is_file` hides
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:  # or a name that is too long
         raise GuardError(expected(what, f"{received}{error}", remedy)) from error
+    _require(not is_file, what, f"{received}a file", remedy)
     return path
 
 

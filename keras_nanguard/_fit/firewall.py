@@ -80,19 +80,22 @@ class Firewall:
         """Return a method of a callback that compares, without values that it may not use.
 
         They receive it, and a comparison that is never true: it counts as no improvement. If no
-        step has measured it, their patience does not shrink either. A metric beside a finite loss
-        is treated as in Keras; see `has_finite`.
+        step has measured it, their patience does not shrink either, nor for the first value, which
+        is the best one in Keras. A metric beside a finite loss is treated as in Keras; see
+        `has_finite`.
         """
         real = getattr(callback, name)
         first: int | None = None
 
         def guarded(number: int, logs: Any = None) -> Any:
             nonlocal first
-            first = number if first is None else first
             key, seen = getattr(callback, "monitor", None), self._session.logs
             value = logs.get(key) if logs and isinstance(key, str) else None
             known = number_of(value)
             unmeasured = seen.unmeasured | seen.failed
+            compares = value is not None and number >= getattr(callback, "start_from_epoch", 0)
+            if first is None and compares and key not in unmeasured:
+                first = number
             loss = "val_loss" if str(key).startswith("val_") else "loss"
             usable = known is None or math.isfinite(known) or has_finite(logs, loss)
             if usable and key not in unmeasured:
@@ -101,13 +104,11 @@ class Firewall:
                 changed.set(callback, "monitor_op", lambda value, other: False)
                 if getattr(callback, "best", None) is None:  # any value is better than none
                     changed.set(callback, "best", math.nan)
-                if key in unmeasured and hasattr(callback, "patience"):
+                if (key in unmeasured or number == first) and hasattr(callback, "patience"):
                     changed.set(callback, "patience", math.inf)
                     for name in {"wait", "cooldown_counter"} & vars(callback).keys():
                         changed.set(callback, name, getattr(callback, name))  # to restore it
                 real(number, logs)
-            if number == first and hasattr(callback, "wait"):
-                callback.wait = 0  # as in Keras, which begins to wait after the first value
 
         return guarded
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +22,7 @@ from keras_nanguard._recording.database import COMMITTED, NAME
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, EventKind
 from keras_nanguard._report import closing_table, console
+from keras_nanguard._report.cards import bundle_folder
 
 
 class GuardLog:
@@ -46,17 +46,18 @@ class GuardLog:
         self._most_refused = 0
         self._printed: set[str] = set()
         self._of_run: list[Incident] = []
-        self._details = _details(None)
+        self._directory, self._details = Path(), _details(None)
 
-    def begin(self, directory: str | None) -> None:
-        """Begin a run, with its directory if it has one."""
-        self._of_run, self._details = [], _details(directory)
+    def begin(self, directory: str | None, shown: str | None) -> None:
+        """Begin a run, with its directory if it has one, and with that as the user wrote it."""
+        self._of_run, self._details = [], _details(shown)
+        self._directory = Path(directory or "")
 
     def announce(self, incident: Incident) -> None:
         """Record an incident, and print its line, if it has one."""
         if incident.bundle is not None:  # a new one can have taken the place of the oldest
             for place, earlier in enumerate(self.incidents):
-                if earlier.bundle is not None and not os.path.isdir(earlier.bundle):
+                if earlier.bundle and not bundle_folder(earlier.bundle, self._directory):
                     self.incidents[place] = earlier.with_(bundle=None)
         self.incidents.append(incident)
         self._of_run.append(incident)

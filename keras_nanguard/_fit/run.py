@@ -51,6 +51,7 @@ class Run:
     Args:
         optimizers: the optimizers of a loop without a trainer; `None` for those of the model.
         directory: folder for files; `None` writes nothing.
+        shown: this folder as the user wrote it, for messages and for the paths of bundles.
 
     Attributes:
         lines: prints the lines that are not about an incident.
@@ -77,12 +78,14 @@ class Run:
         optimizers: Any,
         functions: Mapping[str, Callable[..., Any]],
         directory: Path | None,
+        shown: str | None,
         say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
         self.functions, self.lines = functions, RunLines(say)
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
+        self.shown = shown if self._scratch is None else self.directory
         self.access = StateAccess()
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()

@@ -163,6 +163,32 @@ def test_a_damaged_first_state_is_refused(diverged, tmp_path):
         replay(copy)
 
 
+def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch, capsys):
+    """Also if other code changes the working directory; files and lines name it as the user did."""
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    case = mechanisms.PROGRAMS["nan_in_one_input_row"](False)
+    case.x[[5, 21, 53]] = np.nan
+    guard = NanGuard(directory="run1", snapshot={"every": 2, "storage": "disk"})
+    leaves = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: os.chdir(other))
+    case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, epochs=2, callbacks=[leaves, guard])
+    assert list(other.iterdir()) == [] and guard.directory == tmp_path / "run1"
+    named = [incident.bundle for incident in guard.incidents]
+    kept = sorted(path.name for path in (tmp_path / "run1" / "incidents").iterdir())
+    assert named == [f"run1/incidents/{name}" for name in kept] and len(kept) == 6
+    assert replay(tmp_path / named[-1], case.model).result == "bad"
+    assert "keras-nanguard report run1 -o" in capsys.readouterr().out
+    steps = [json.loads(path.read_text())["step"] for path in (tmp_path / "run1" / "snapshots").glob("*/snapshot.json")]
+    assert max(steps) > 8, "snapshots go on"
+    monkeypatch.chdir(tmp_path)
+    moved = (tmp_path / "run1").rename(tmp_path / "run2")
+    again = NanGuard(directory="run2", resume=True, verbose=0)
+    history = case.model.fit(case.x, case.y, batch_size=8, verbose=0, shuffle=False, epochs=3, callbacks=[leaves, again])
+    assert history.epoch[0] >= 1, "it resumes"
+    assert [i.bundle for i in again.incidents][-1].startswith("run2/") and replay(moved / named[0][5:], case.model)
+
+
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = mechanisms.PROGRAMS["nan_in_one_input_row"](True)

@@ -173,6 +173,32 @@ def test_rate_is_not_lowered_for_a_nan():
     assert rate_after(NanGuard(verbose=0)) == pytest.approx(first)
 
 
+@pytest.mark.parametrize("patience", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "more", "start"),
+    [
+        ("ReduceLROnPlateau", {"min_delta": 0}, 0),
+        ("ReduceLROnPlateau", {"min_delta": 0}, 2),
+        ("EarlyStopping", {}, 0),
+        ("EarlyStopping", {}, 2),
+        ("EarlyStopping", {"start_from_epoch": 1}, 0),
+    ],
+)
+def test_patience_begins_after_the_first_value(kind, more, start, patience):
+    """Stock Keras never acts on the first value, also if it is NaN; the guard does not change that."""
+    first = max(start, more.get("start_from_epoch", 0))
+    for guards in ([], [NanGuard(verbose=0)]):
+        acts, data = getattr(keras.callbacks, kind)(patience=patience, **more), BadValidation()
+        data.mend = lambda epoch, logs, data=data: setattr(data, "bad", epoch < first)
+        options = {"dropout": False, "validation_data": data, "initial_epoch": start}
+        _, history = fit([acts, *guards], epochs=start + 4, **options)
+        nans = np.isnan(history["val_loss"])
+        assert nans[: first - start + 1].all() and not nans[first - start + 1 :].any()
+        if guards or not zoo.OLD:
+            assert len(nans) > first - start + 1, "it does not end training in its first epoch"
+            assert len(set(history.get("learning_rate", [0.0, 0.0])[:2])) == 1
+
+
 def test_a_file_name_may_contain_a_nan(tmp_path):
     """A checkpoint that keeps every epoch compares nothing. It is saved as in stock Keras."""
     path = tmp_path / "{epoch}-{val_loss:.2f}.weights.h5"

@@ -171,6 +171,50 @@ class WithUnits(NanGuardModel):
         return {**super().get_config(), "units": self.units}
 
 
+@pytest.mark.parametrize("common", [keras.Model, NanGuardModel], ids=["stock", "guarded"])
+@pytest.mark.parametrize("first", ["called", "of tensors"])
+def test_a_registered_class_is_loaded_and_cloned(tmp_path, common, first):
+    """Saving reads every attribute of a model; the name in Keras' registry stays that of the class."""
+
+    @keras.saving.register_keras_serializable("test_guard_model")
+    class Registered(common):
+        nanguard_verbose = 0
+
+        def __init__(self, *args, units=2, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.units, self.dense = units, layers.Dense(units)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def get_config(self):
+            return {**super().get_config(), "units": self.units}
+
+    @keras.saving.register_keras_serializable("test_guard_model")
+    class Plain(common):
+        nanguard_verbose = 0
+
+    x, inputs = np.ones((8, 6), "float32"), keras.Input((6,))
+    built = {
+        "called": lambda: Registered(units=1),
+        "of tensors": lambda: Plain(inputs, layers.Dense(1)(inputs)),
+    }
+    for name in (first, *(built.keys() - {first})):
+        model, cls = built[name](), Registered if name == "called" else Plain
+        model.compile("adam", "mse")
+        model.fit(x, x[:, :1], verbose=0)
+        model.save(tmp_path / "m.keras")
+        assert keras.saving.get_registered_object(f"test_guard_model>{cls.__name__}") is cls
+        assert keras.saving.get_registered_name(type(model)) == f"test_guard_model>{cls.__name__}"
+        copies = [keras.models.load_model(tmp_path / "m.keras") for _ in range(2)]
+        copies += [keras.models.load_model(tmp_path / "m.keras", custom_objects={cls.__name__: cls}), copy.deepcopy(model)]
+        for copied in copies:
+            assert type(copied) is type(model) and isinstance(copied, cls)
+            np.testing.assert_array_equal(copied.predict(x, verbose=0), model.predict(x, verbose=0))
+        clone = keras.models.clone_model(model)
+        assert type(clone) is type(model) and clone.predict(x, verbose=0).shape == (8, 1)
+
+
 def of_tensors(guard):
     inputs = keras.Input((6,))
     return NanGuardModel(inputs, layers.Dense(1)(inputs), guard=guard)
