@@ -208,6 +208,11 @@ class StateAccess:
     can_run_again = False
     """Whether `run_again` can be called."""
 
+    @property
+    def reads_iterator(self) -> bool:
+        """Whether the step refers to an iterator, so that it would read another batch from it."""
+        return False
+
     def loop_state_restorer(self) -> Callable[[], None]:
         """Return a function that restores the current state outside of the variables."""
         return lambda: None

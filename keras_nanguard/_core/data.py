@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{path}/{key}" if len(value) > 1 else path, item)
     elif value is not None:
         yield path, value
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value yields another item each time. Open files do not count."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def named(path: str, names: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._backends import current, processes
-from keras_nanguard._backends.shared.attach import LoopStep
+from keras_nanguard._backends.shared.batches import takes_iterator
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.errors import StateLostError
@@ -41,7 +41,6 @@ from keras_nanguard._diagnose.incident_evidence import (
     is_by_other_code,
     negative_slot,
 )
-from keras_nanguard._diagnose.iterators import reads_iterator
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
 from keras_nanguard._diagnose.trials import investigate
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -55,7 +54,7 @@ ITERATOR = (
     "The step reads from an iterator, so a replay would take another batch from it. Pass the batch"
     " to the step as an argument."
 )
-"""Why the step of a loop is not replayed."""
+"""Why a step is not replayed."""
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
@@ -143,7 +142,9 @@ class Explainer:
         run = self.run
         try:
             step, start = step_of(run), _start(run)
-            if report is None or report.batch is None or start is None or _obstacle(run, step):
+            if report is None or report.batch is None or start is None:
+                return False
+            if _obstacle(run, step, report.batch):
                 return False
             with without_faults(run.model), at_state(step, start):
                 return step.run(report.batch, update=update).word == "bad"
@@ -246,7 +247,7 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     if report is None or report.batch is None:
         return evidence
     step = step_of(run)
-    obstacle = _obstacle(run, step) if refused and not evidence.state else ""
+    obstacle = _obstacle(run, step, report.batch) if refused and not evidence.state else ""
     return investigate(Case(step, report.batch, evidence, _start(run)), obstacle)
 
 
@@ -255,10 +256,10 @@ def _start(run: RunView) -> Start | None:
     return None if run.ring.start is None else run.ring.start.value
 
 
-def _obstacle(run: RunView, step: ReplayableStep) -> str:
+def _obstacle(run: RunView, step: ReplayableStep, batch: Any) -> str:
     """Return why the step of a run cannot be replayed, as a sentence; `""` if it can."""
-    in_loop = isinstance(run.access, LoopStep)
-    return ITERATOR if in_loop and reads_iterator(step.body) else obstacle_to(step)
+    reads = run.access.reads_iterator or takes_iterator(batch)
+    return ITERATOR if reads else obstacle_to(step)
 
 
 def step_of(run: RunView) -> ReplayableStep:

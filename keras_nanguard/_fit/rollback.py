@@ -150,7 +150,7 @@ def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
         return run.agreement.rerun(None)  # no step has run
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
     by_step = not (incident.refused or context.written_outside)
-    if run.access.can_run_again and by_step and (ends or bad):
+    if run.can_run_again and by_step and (ends or bad):
         run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
     return run.agreement.rerun(known_since(run, snapshot, incident.step))
 

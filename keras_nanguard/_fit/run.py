@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._backends.shared.batches import takes_iterator
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
@@ -94,7 +95,7 @@ class Run:
             recorder, self.counts, self.recovery, policy, self.train_state
         )
         self.history = History()
-        self.recent = RecentBatches(lambda arguments: self.access.transaction.batch(arguments))
+        self.recent = RecentBatches(self.batch_of)
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self._folder = self._snapshot_folder()
@@ -160,21 +161,28 @@ class Run:
             self.due.plan("changes", self.step + 1)
 
     @property
+    def can_run_again(self) -> bool:
+        """Whether a step can run again on the same batch."""
+        return self.access.can_run_again and not self.access.reads_iterator
+
+    @property
     def can_replay(self) -> bool:
         """Whether steps can run again, without a change of something that snapshots do not have."""
-        return self.access.can_run_again and not self.access.transaction.learned.changes_outside
+        return self.can_run_again and not self.access.transaction.learned.changes_outside
 
     def batch_of(self, arguments: Any) -> Any:
-        """Return the arguments of a step as they were given; `None` if they are gone.
+        """Return the arguments of a step as they were given; `None` if they are gone, as is what
+        an iterator among them has yielded.
 
         Args:
             arguments: those that the step has returned.
         """
-        return None if arguments is None else self.access.transaction.batch(arguments)
+        gone = arguments is None or takes_iterator(arguments)
+        return None if gone else self.access.transaction.batch(arguments)
 
     def replayable(self, arguments: Any) -> Any:
         """Return the same as `batch_of`, but `None` if the step cannot be replayed."""
-        gone = processes.count() > 1 or not self.access.can_run_again
+        gone = processes.count() > 1 or not self.can_run_again
         return None if gone else self.batch_of(arguments)
 
     # The train state

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import keras
 
 from keras_nanguard._backends.interface import Executed, Session, StateAccess, Transaction
+from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._keras import (
@@ -396,6 +397,10 @@ class LoopStep(StateAccess):
         executed = self._execute(args, kwargs)
         self.session.after(executed)
         return executed.outputs
+
+    @property
+    def reads_iterator(self) -> bool:
+        return reads_iterator(self.function)
 
     def run_again(self, args: Sequence[Any]) -> Executed:
         return self._execute(*args)

@@ -6,21 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_nanguard._backends import current
+from keras_nanguard._backends.shared.iterators import reads_iterator
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.data import arguments
+from keras_nanguard._core.data import arguments, is_iterator, leaves
 from keras_nanguard._core.observations import BadArray, Spread
 from keras_nanguard._keras import arrays as keras_arrays
 from keras_nanguard._keras.losses import logged_losses
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""
+
+FUNCTIONS = (FunctionType, MethodType, partial)
+"""Types of the arguments that are looked into like the function of a step."""
 
 MAX_BYTES = 64 << 20
 """Maximum bytes of remembered batches. A larger batch is not remembered."""
@@ -170,6 +175,16 @@ def _outliers(flat: finiteness.Array) -> tuple[int, ...]:
 
 
 # Batches in memory
+
+
+def takes_iterator(args: Any) -> bool:
+    """Whether one of the arguments of a step is an iterator, or a function that reads one: then the
+    same arguments are another batch.
+    """
+    return any(
+        is_iterator(leaf) or (isinstance(leaf, FUNCTIONS) and reads_iterator(leaf))
+        for _, leaf in leaves("", args)
+    )
 
 
 def held(args: Any) -> Any:
