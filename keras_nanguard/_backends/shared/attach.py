@@ -261,9 +261,9 @@ class Attachment(StateAccess):
             raise
         except BaseException as error:
             self._keepable = False
-            args, self._running = self._running, None
+            running, self._running = self._running, None
             # A name for the partial would keep the exception, and with it the frames of the step.
-            note = partial(self.session.note_error, args=args)
+            note = partial(self.session.note_error, args=running)
             for release in (self._rescue, partial(note, error), self.detach):
                 with contextlib.suppress(Exception):  # which must not replace the first one
                     release()
