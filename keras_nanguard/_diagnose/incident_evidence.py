@@ -184,7 +184,7 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
     rate_of = keras_optimizers.rate_before if committed else keras_optimizers.learning_rate
     dtypes = {str(v.dtype) for v in keras_optimizers.trained_by(optimizer)}
     dtype = next((d for d in ("float16", "bfloat16", "float64") if d in dtypes), "float32")
-    epsilon = getattr(optimizer, "epsilon", None)
+    epsilon = _number(getattr(optimizer, "epsilon", None))
     rounding = "float32" if dtype == "bfloat16" else dtype
     settings = {name: getattr(optimizer, name, None) for name in SETTINGS}
     known = {
@@ -195,16 +195,31 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
     return OptimizerFacts(
         name=type(optimizer).__name__,
         learning_rate=keras_optimizers.rate_if_known(rate_of, whole),
-        epsilon=None if epsilon is None else float(epsilon),
+        epsilon=epsilon,
         epsilon_in_dtype=None if epsilon is None else float(np.asarray(epsilon, rounding)),
         dtype=dtype,
-        clips=any(settings[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")),
+        clips=any(
+            settings[name] is not None and _number(settings[name]) != 0.0
+            for name in ("clipnorm", "clipvalue", "global_clipnorm")
+        ),
         scaled=keras_optimizers.is_loss_scaled(whole),
         scheduled=keras_optimizers.rate_variable(optimizer) is None,
         settings=known,
         iteration=keras_optimizers.scheduled_iteration(optimizer, int(committed)),
         own=not type(optimizer).__module__.startswith(LIBRARIES),
     )
+
+
+def _number(value: Any) -> float | None:
+    """Return a hyperparameter as a number; the smallest of several (`eps` of torch's `Adafactor`),
+    `None` if it is none.
+    """
+    if isinstance(value, (tuple, list)):
+        return min((n for n in map(_number, value) if n is not None), default=None)
+    try:
+        return float(value)
+    except Exception:  # noqa: BLE001  an optimizer of the user's may keep anything there
+        return None
 
 
 # Who wrote a bad number into the state: the update of the optimizer, or other code

@@ -401,6 +401,45 @@ class Sharpness(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class Odd(torch.optim.SGD):
+    """Keeps in its settings what no other optimizer keeps there."""
+
+    def __init__(self, parameters, **odd):
+        super().__init__(parameters, 0.01)
+        self.defaults.update(odd)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adafactor(parameters, 0.01),
+        lambda parameters: Odd(parameters, eps=(None, None), momentum=(0.9, 0.99)),
+        lambda parameters: Odd(parameters, eps=torch.tensor(1e-3), momentum=torch.ones(2)),
+        lambda parameters: Odd(parameters, eps=object(), momentum="none"),
+    ],
+    ids=["adafactor", "tuples", "tensors", "objects"],
+)
+def test_a_diagnosis_with_any_settings_of_an_optimizer(make):
+    """Settings that are no numbers, such as the two `eps` of `Adafactor`, end no diagnosis."""
+    net, batches = network(), BATCHES[:4].clone()
+    batches[3, 2] = float("nan")
+    optimizer, guard = make(net.parameters()), NanGuard(verbose=0)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with guard.watch(net, optimizer):
+        guarded = guard.step(step)
+        for batch in batches:
+            guarded(batch)
+    (incident,) = guard.incidents
+    assert (incident.step, incident.diagnosis.cause) == (3, "input_nonfinite")
+
+
 @pytest.mark.parametrize("bad", [(), (0,), (3,), (1, 4)])
 @pytest.mark.parametrize("reads", [False, True], ids=["", "reads its weights"])
 @pytest.mark.parametrize("kind", ["buffer", "counting", "sharpness"])
