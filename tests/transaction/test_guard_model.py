@@ -15,6 +15,7 @@ from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard.testing import inject
 
 BAD = (3, 7)
+HUGEST = 3.4028234663852886e38
 
 
 class Quiet(NanGuardModel):
@@ -80,6 +81,26 @@ def test_table_at_the_end(capsys):
     assert lines == [f"NanGuard: skipped 2 of {steps} steps, 2 incidents. {details}"]
     model.fit(*zoo.regression().all, batch_size=zoo.BATCH, verbose=0)
     assert "Details: " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["recover", "stop"])
+def test_logs_of_train_on_batch(policy):
+    """Those of a refused call are those of the last one that was not, or worse than any measurement."""
+    model = network(metrics=["mae"])
+    model.nanguard_policy = policy
+    model.nanguard.diagnose = False
+    x, y = zoo.regression().all
+    x, y = x[:8], y[:8]
+    if policy == "recover":
+        assert model.train_on_batch(x * np.nan, y) == [HUGEST, HUGEST]
+        assert model.train_on_batch(x * np.nan, y, return_dict=True) == {"loss": HUGEST, "mae": HUGEST}
+    model.train_on_batch(x, y)
+    good = model.train_on_batch(x, y, return_dict=True)
+    assert 0.0 < good["loss"] < HUGEST
+    for given in (x * np.nan, x * np.nan, x if policy == "stop" else x * np.nan):
+        assert model.train_on_batch(given, y, return_dict=True) == good
+        assert model.train_on_batch(given, y) == [good["loss"], good["mae"]]
+    assert policy == "stop" or model.train_on_batch(x, y, return_dict=True)["loss"] != good["loss"]
 
 
 @pytest.mark.parametrize("by", ["model", "list"])

@@ -227,12 +227,23 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         return executed._replace(outputs=self._restored(executed.outputs))
 
     def _restored(self, logs: Any) -> Any:
-        """Return the logs of the restored metrics; a custom log is that of the last good step."""
+        """Return the logs of the restored metrics; a custom log, and each if they were reset, is
+        that of the last good step.
+        """
         if not isinstance(logs, dict):
             return logs
-        now = self.model.get_metrics_result() if self._stock else {}
+        restored = self._stock and _has_measured(self.model)
+        now = self.model.get_metrics_result() if restored else {}
         known = {**(self.session.logs.known or {}), **now}
         return {name: known.get(name, value) for name, value in logs.items()}
+
+
+def _has_measured(model: Any) -> bool:
+    """Whether a step has updated the loss of the logs since it was reset, which `train_on_batch`
+    does in each call.
+    """
+    counts = [getattr(metric, "count", None) for metric in model.metrics if metric.name == "loss"]
+    return all(keras_variables.read(count).any() for count in counts if count is not None)
 
 
 class OneStepFunction:

@@ -12,7 +12,6 @@ of the step if nothing reads its result.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +100,8 @@ class Intercept(Overrides):
         return tf.variable_creator_scope(self._create)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        note = tf.autograph.experimental.do_not_convert(self._note)  # which is no code of the user
+        as_written = tf.autograph.experimental.do_not_convert  # this is no code of the user
+        note, note_inner = as_written(self._note), as_written(self._note_inner)
 
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
@@ -109,6 +109,8 @@ class Intercept(Overrides):
             if not optimizer.built and given:
                 build(optimizer, *given, eagerly=tf.executing_eagerly())
             if not self._here():
+                if self.graph is None:
+                    note_inner(Update(optimizer, real, grads, *given))
                 return real(grads, *given)
             record = Update(optimizer, real, grads, *given)
             note(record)
@@ -125,9 +127,20 @@ class Intercept(Overrides):
         if seen.boundary is None:  # what is read until here is not read after it
             seen.boundary = mark(self.graph)
 
+    def _note_inner(self, record: Update) -> None:
+        """Note an update in a function that an eager step calls, while that function is traced. It
+        will run plainly.
+        """
+        with tf.init_scope():
+            self.on_update(record)
+
     def _here(self) -> bool:
-        """Whether this is the graph of the step, not of a function or conditional within it."""
-        return self.graph is None or tf.compat.v1.get_default_graph() is self.graph
+        """Whether this is the graph of the step, or its eager run, not of a function or conditional
+        within it.
+        """
+        if self.graph is None:
+            return bool(tf.executing_eagerly())
+        return tf.compat.v1.get_default_graph() is self.graph
 
     def _create(self, create: Callable[..., Any], **kwargs: Any) -> Any:
         """Create a variable of the step (metrics, lazily built layers) outside of its graph: with a
@@ -141,7 +154,7 @@ class Intercept(Overrides):
                 variable = tf.Variable(**kwargs)
         finally:
             self._creating = False
-        with contextlib.nullcontext() if self.graph is None else self.graph.as_default():
+        with tf.init_scope() if self.graph is None else self.graph.as_default():
             self.note_created(variable)
         return variable
 

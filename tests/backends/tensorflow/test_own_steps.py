@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +78,64 @@ def test_a_lowered_rate_reaches_each_function_of_a_loop():
             step(x)
             rate = (before - float(kernel.numpy().item())) / (2 * (before - target))
             assert rate == pytest.approx(0.01, rel=1e-3)
+
+
+class Called:
+    """A step that is an object."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def step(self, x, y):
+        return self.function(x, y)
+
+    __call__ = step
+
+
+CALLS = {
+    "function": lambda compiled: lambda x, y: compiled(x, y),
+    "partial": functools.partial,
+    "object": Called,
+    "method": lambda compiled: Called(compiled).step,
+}
+
+
+@pytest.mark.parametrize("bad", ["first", "middle", "gradients"])
+@pytest.mark.parametrize("form", [*CALLS, "xla"])
+@pytest.mark.daily("first-function", "middle-partial", "gradients-xla")
+def test_a_python_step_that_calls_a_compiled_one(form, bad):
+    """It trains as without the bad batches, also if its first call creates layers and slots, and trains a weight that
+    is not part of the model.
+    """
+    refused = {"first": (0, 1, 5), "middle": (4,), "gradients": (3, 6)}[bad]
+
+    def train(steps, watched):
+        keras.utils.set_random_seed(0)
+        model, optimizer = Plain(), keras.optimizers.Adam(0.01)
+        factor = keras.Variable(np.ones(6, "float32"), name="factor")
+
+        @tf.function(jit_compile=form == "xla")
+        def compiled(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x * factor, training=True) - y) ** 2)
+                loss += tf.reduce_sum(tf.sqrt(tf.abs(x[0, 0] * factor)))  # at 0 its gradient is NaN
+            weights = [*model.trainable_variables, factor]
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            return loss
+
+        step = CALLS.get(form, Called)(compiled)
+        guard = NanGuard(verbose=0, diagnose=False)
+        with guard.watch(model, optimizer) if watched else contextlib.nullcontext():
+            step = guard.step(step) if watched else step
+            for number in steps:
+                step(tf.constant(x[number]), tf.constant(Y[:BATCH]))
+                assert guard.refused == (watched and number in refused)
+        return [v.numpy() for v in (*model.variables, *optimizer.variables, factor)]
+
+    x = [X[:BATCH] + number for number in range(8)]
+    for number in refused:
+        x[number][0, 0] = 0.0 if bad == "gradients" else np.nan
+    zoo.assert_same(train(range(8), True), train([n for n in range(8) if n not in refused], False))
 
 
 class LowersItsRate(Plain):
