@@ -102,7 +102,7 @@ CALLS = {
 
 @pytest.mark.parametrize("bad", ["first", "middle", "gradients"])
 @pytest.mark.parametrize("form", [*CALLS, "xla"])
-@pytest.mark.daily("first-function", "middle-partial", "gradients-xla")
+@pytest.mark.daily("function-first", "partial-middle", "xla-gradients")
 def test_a_python_step_that_calls_a_compiled_one(form, bad):
     """It trains as without the bad batches, also if its first call creates layers and slots, and trains a weight that
     is not part of the model.
@@ -136,6 +136,36 @@ def test_a_python_step_that_calls_a_compiled_one(form, bad):
     for number in refused:
         x[number][0, 0] = 0.0 if bad == "gradients" else np.nan
     zoo.assert_same(train(range(8), True), train([n for n in range(8) if n not in refused], False))
+
+
+class CallsACompiledFunction(Plain, NanGuardModel):
+    """Its train step, which runs eagerly, leaves all the work to a `tf.function`."""
+
+    nanguard_verbose = 0
+
+    @tf.function
+    def updated(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return loss
+
+    def train_step(self, data):
+        return {"loss": self.updated(*data)}
+
+
+def test_a_model_whose_eager_step_calls_a_compiled_function():
+    """It trains as without the bad batches."""
+    found = []
+    for x, y in ((WITH_BAD, WITH_BAD_Y), (X, Y)):
+        keras.utils.set_random_seed(0)
+        model = CallsACompiledFunction()
+        model.nanguard.diagnose = False
+        model.compile(sgd(), "mse", run_eagerly=True)
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        found.append([v.numpy() for v in (*model.variables, *model.optimizer.variables)])
+        assert [i.step for i in model.nanguard.incidents] == (list(BAD) if x is WITH_BAD else [])
+    zoo.assert_same(*found)
 
 
 class LowersItsRate(Plain):
