@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -21,8 +21,7 @@ the others are these losses once more, scaled, or parts of them.
 """
 
 
-@dataclass(frozen=True, eq=False)
-class Calls:
+class Calls(NamedTuple):
     """What a step has called until now.
 
     Attributes:
@@ -34,13 +33,13 @@ class Calls:
 
     updates: tuple[Update, ...] = ()
     line_searches: int = 0
-    losses_of: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    losses_of: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     predictions: tuple[Any, ...] = ()
 
     def with_losses(self, source: str, losses: Iterable[Any]) -> Calls:
         """Return these calls and one of this function."""
         found = (*self.losses_of.get(source, ()), *losses)
-        return replace(self, losses_of={**self.losses_of, source: found})
+        return self._replace(losses_of={**self.losses_of, source: found})
 
     @property
     def losses(self) -> tuple[Any, ...]:
@@ -100,24 +99,23 @@ class Recorder:
     def note_loss_of_model(self, loss: Any, predictions: Any) -> None:
         """Note the result of `compute_loss`, and the outputs that it has received."""
         calls = self.calls.with_losses("compute_loss", [loss])
-        self.calls = replace(calls, predictions=(*calls.predictions, predictions))
+        self.calls = calls._replace(predictions=(*calls.predictions, predictions))
 
     def update(self, update: Update) -> Any:
         """Note an update and run it, unless `on_update` does not; return its result."""
         before = self.calls
         if not update.evaluates:
-            self.calls = replace(before, updates=(*before.updates, update))
+            self.calls = before._replace(updates=(*before.updates, update))
             return self._on_update(self.calls, update)
         result = self._on_update(before, update)
         passes = len(self.calls.losses_of.get("backward", ()))
         is_search = passes > len(before.losses_of.get("backward", ())) + 1
-        self.calls = replace(
-            self.calls,
+        self.calls = self.calls._replace(
             updates=(*self.calls.updates, update),  # its gradients are known only now
             line_searches=self.calls.line_searches + is_search,
         )
         if isinstance(result, torch.Tensor):  # not the losses of its line search
-            self.calls = replace(self.calls, losses_of=before.losses_of)
+            self.calls = self.calls._replace(losses_of=before.losses_of)
             self.note_losses("backward", result)
         return result
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
@@ -28,8 +29,7 @@ from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
 
-@dataclass(frozen=True, eq=False)
-class BeforeUpdate:
+class BeforeUpdate(NamedTuple):
     """What the body of a step has done before its first update.
 
     Attributes:
@@ -43,8 +43,7 @@ class BeforeUpdate:
     uncounted: Sequence[Any] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
+class Ran(NamedTuple):
     """What the body of a step has done.
 
     Attributes:
@@ -60,10 +59,10 @@ class Ran:
     before_update: BeforeUpdate = BeforeUpdate()
     updated: tuple[Update, ...] = ()
     created: tuple[tuple[Any, Any], ...] = ()
-    versions_after: Mapping[int, tuple[Any, int]] = field(default_factory=dict)
+    versions_after: Mapping[int, tuple[Any, int]] = MappingProxyType({})
     judged: Judged | None = None
     continues: bool = False
-    calls: Calls = field(default_factory=Calls)
+    calls: Calls = Calls()
     outputs: Any = None
     raised: bool = False
 
@@ -118,7 +117,7 @@ class UpdateGate:
         if not (self._ran.updated or context.definition.stock):
             written, uncounted = context.written(), context.written_uncounted()
             before = BeforeUpdate(calls.loss_count, written, uncounted)
-            self._ran = replace(self._ran, before_update=before)
+            self._ran = self._ran._replace(before_update=before)
 
     def _judge(self, calls: Calls, update: Update) -> None:
         """Compute the verdict before the first update that must wait for it. One that evaluates the
@@ -133,7 +132,7 @@ class UpdateGate:
         if definition.run.refuses and not self._updates_first:
             judged = judge(self._context, calls)
             self._updates_first = judged.ruling is Ruling.CHECK
-            self._ran = replace(self._ran, judged=judged)
+            self._ran = self._ran._replace(judged=judged)
 
     def _run(self, update: Update) -> Any:
         context = self._context
@@ -141,18 +140,18 @@ class UpdateGate:
             context.log.keep_updated(update.optimizer, update.written())
         if self._updates_first or is_undone_as_a_whole():
             self._late_writes.begin()
-        self._ran = replace(self._ran, updated=(*self._ran.updated, update))
+        self._ran = self._ran._replace(updated=(*self._ran.updated, update))
         with self._late_writes.during(update):
             result, created = update.run()
-        self._ran = replace(self._ran, created=(*self._ran.created, *created))
+        self._ran = self._ran._replace(created=(*self._ran.created, *created))
         if not (context.definition.stock or context.learned.continues is Seen.YES):
-            self._ran = replace(self._ran, versions_after=context.versions_now())
+            self._ran = self._ran._replace(versions_after=context.versions_now())
         return result
 
     def ended(self, calls: Calls, outputs: Any, raised: bool = False) -> Ran:
         """Return what the body has done, with its calls and outputs."""
         continues = self._late_writes.continues
-        return replace(self._ran, continues=continues, calls=calls, outputs=outputs, raised=raised)
+        return self._ran._replace(continues=continues, calls=calls, outputs=outputs, raised=raised)
 
     def release(self) -> None:
         """Release the tensors, which an exception in an update would keep."""
