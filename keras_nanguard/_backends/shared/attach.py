@@ -262,9 +262,12 @@ class Attachment(StateAccess):
         except BaseException as error:
             self._keepable = False
             running, self._running = self._running, None
-            # A name for the partial would keep the exception, and with it the frames of the step.
-            note = partial(self.session.note_error, args=running)
-            for release in (self._rescue, partial(note, error), self.detach):
+            for release in (
+                self._rescue,
+                # A name for this would keep the exception, and with it the frames of the step.
+                partial(self.session.note_error, error, running),
+                self.detach,
+            ):
                 with contextlib.suppress(Exception):  # which must not replace the first one
                     release()
             raise
