@@ -20,6 +20,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.tensorflow.intercept import Intercept, StepRecord
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import (
@@ -27,7 +28,6 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import ThreadOverrides
 
 try:
     from tensorflow.python.framework import op_callbacks

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.found_gradients import FoundGradients
 from keras_nanguard._backends.torch.outside_state import (
@@ -37,7 +38,6 @@ from keras_nanguard._backends.torch.outside_state import (
     tensor_restorer,
 )
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.overrides import ThreadOverrides
 from keras_nanguard._keras.tensors import local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
