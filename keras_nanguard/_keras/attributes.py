@@ -48,16 +48,9 @@ def called_by_step(model: Any) -> list[Any]:
     layers = keras_layers.layers_of(model)
     kinds = (keras.regularizers.Regularizer, keras.constraints.Constraint)
     helpers = [item for item in keras_layers.held_by(layers) if isinstance(item, kinds)]
-    metrics = _within(getattr(model, "metrics", ()))
+    metrics = keras_losses.with_inner(getattr(model, "metrics", ()))
     losses = [loss for loss in keras_losses.losses_of(model) if hasattr(loss, "__dict__")]
     return keras_variables.unique([*layers, *losses, *metrics, *helpers])
-
-
-def _within(metrics: Iterable[Any]) -> Iterator[Any]:
-    """Yield metrics, and those within the metrics of `compile`."""
-    for metric in metrics:
-        yield metric
-        yield from _within(getattr(metric, "metrics", ()))
 
 
 def variables_of(objects: Iterable[Any]) -> list[Any]:

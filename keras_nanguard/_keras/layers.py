@@ -18,7 +18,6 @@ Private names of Keras:
 - ``Functional._outputs_struct``: the keys of outputs in a dict.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`, those of the last call.
-- ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 """
 
@@ -296,12 +295,6 @@ def adds_losses(model: Any) -> bool:
     return any(
         getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers
     )
-
-
-def directed(model: Any, direction: str) -> set[str]:
-    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), if known."""
-    found = [m for metric in model.metrics for m in getattr(metric, "metrics", None) or [metric]]
-    return {str(m.name) for m in found if getattr(m, "_direction", None) == direction}
 
 
 def states_of_own_layers(model: Any) -> set[int]:

@@ -25,6 +25,7 @@ from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
     layers as keras_layers,
+    losses as keras_losses,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
@@ -297,7 +298,7 @@ class OneStepFunction:
             return
         before = set(map(id, model.metrics_variables))
         symbolic = keras.KerasTensor(targets.shape, targets.dtype.name)
-        keras_compiled.build_metrics(model, symbolic, output)
+        keras_losses.build_metrics(model, symbolic, output)
         for variable in model.metrics_variables:
             if id(variable) not in before:
                 self._step.run.note_created(variable.value, keras_variables.read(variable))
