@@ -43,7 +43,7 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
             held[name] = before
 
 
-def called_by_step(model: Any) -> list[Any]:
+def called_by_step(model: Any) -> tuple[Any, ...]:
     """Return what Keras' train step calls: layers, losses, metrics, regularizers, constraints."""
     layers = keras_layers.layers_of(model)
     kinds = (keras.regularizers.Regularizer, keras.constraints.Constraint)
@@ -53,7 +53,7 @@ def called_by_step(model: Any) -> list[Any]:
     return keras_variables.unique([*layers, *losses, *metrics, *helpers])
 
 
-def variables_of(objects: Iterable[Any]) -> list[Any]:
+def variables_of(objects: Iterable[Any]) -> tuple[Any, ...]:
     """Return the Keras variables in attributes of objects, also those that no model lists."""
     held = keras_layers.held_by(objects)
     return keras_variables.unique(filter(keras_variables.is_variable, held))

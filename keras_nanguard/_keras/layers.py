@@ -111,7 +111,7 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
     return with_unit_forget_bias(drawn) if unit_forget else drawn
 
 
-def operations_of(model: Any) -> list[Any]:
+def operations_of(model: Any) -> tuple[Any, ...]:
     """Return the operations (`keras.ops.log(x)`) of all functional models within a model."""
     found = [o for layer in layers_of(model) for o in graph_operations(layer)]
     return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))

@@ -37,7 +37,7 @@ def losses_by_output(model: Any) -> list[tuple[str, Any]]:
     return [(str(name or ""), loss) for name, loss in found if loss is not None]
 
 
-def losses_of(model: Any) -> list[Any]:
+def losses_of(model: Any) -> tuple[Any, ...]:
     """Return the `CompileLoss` of a model, the losses given to `compile`, and those of layers."""
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []

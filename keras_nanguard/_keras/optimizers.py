@@ -29,7 +29,11 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    tensors as keras_tensors,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.layers import held_by
 from keras_nanguard._keras.overrides import Overrides
 
@@ -41,7 +45,7 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [*map(keras_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+    return [*map(keras_tensors.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
 
 
 def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
@@ -53,7 +57,7 @@ def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
 def fresh_like(optimizer: Any) -> Any:
     """Return a new optimizer of the same configuration, built for the same variables."""
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([keras_variables.unwrapped(v) for v in trained_by(optimizer)])
+    fresh.build([keras_tensors.unwrapped(v) for v in trained_by(optimizer)])
     return fresh
 
 
@@ -140,7 +144,7 @@ def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], overrides: Over
         known = getattr(part, "_trainable_variables_indices", None)
         if isinstance(known, dict):
             keys = [
-                (part._var_key(keras_variables.unwrapped(old)), part._var_key(twin))
+                (part._var_key(keras_tensors.unwrapped(old)), part._var_key(twin))
                 for old, twin in twins
             ]
             more = {twin: known[old] for old, twin in keys if old in known}

@@ -32,6 +32,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
 
 try:
@@ -198,7 +199,7 @@ class Replay(interface.Replay):
         try:
             yield
         finally:
-            keras_variables.finish(partial(v.assign, value) for v, value in old)
+            finish(partial(v.assign, value) for v, value in old)
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return an array of the same shape in which kept rows replace the others, because another

@@ -28,6 +28,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.all_or_none import finish
 
 try:
     from tensorflow.python.framework import op_callbacks
@@ -199,7 +200,7 @@ class Replay(interface.Replay):
             ):
                 yield
         finally:
-            keras_variables.finish(partial(v.assign, value) for v, value in zip(copies, old))
+            finish(partial(v.assign, value) for v, value in zip(copies, old))
 
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:

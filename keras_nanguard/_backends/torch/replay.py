@@ -234,13 +234,13 @@ _WITHOUT_ERROR = ThreadOverrides(
 )
 
 
-def _natives(variables: Iterable[Any]) -> list[Any]:
+def _natives(variables: Iterable[Any]) -> tuple[Any, ...]:
     """Return the tensors of these variables."""
     values = (getattr(v, "value", v) for v in variables)
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
-def _holders(variables: Iterable[Any]) -> list[Any]:
+def _holders(variables: Iterable[Any]) -> tuple[Any, ...]:
     """Return the tensors of these variables that have their gradients: whole ones, not shards."""
     return _natives(getattr(v, "of", v) for v in variables)
 
