@@ -64,7 +64,7 @@ class Poles:
             if first is None:
                 continue
             # Accumulated gradients are applied at each of these.
-            every = keras_optimizers.accumulation_steps(optimizer)
+            every = keras_optimizers.inner(optimizer).gradient_accumulation_steps or 1
             last = (beyond or {}).get(id(optimizer), -1)
             start = first + every * max(math.ceil((last + 1 - first) / every), 0)
             coming = range(start, start + every * (MAX_PASSED + 1), every)

@@ -1,5 +1,5 @@
-"""The layers of a model: all of them at any depth, the graph of a functional model, names, dtype
-policies and states.
+"""The layers of a model: all of them at any depth, the graph of a functional model, names and
+states.
 
 Private names of Keras:
 
@@ -9,12 +9,8 @@ Private names of Keras:
   tensor, and from what.
 - ``Sequential._functional``: the graph of a `Sequential`.
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
-- ``Layer._dtype_policy``: the public setter would quantize, or write into a shared
-  `DTypePolicyMap`.
 - ``keras.src.ops.function.Function``: what has a graph; ``keras.Model`` is also the base of
   subclassed models.
-- ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
-  dtypes; `dtype` is read-only.
 - ``Functional._outputs_struct``: the keys of outputs in a dict.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`, those of the last call.
@@ -33,7 +29,6 @@ from keras.src.ops.function import Function
 
 from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
-from keras_nanguard._keras.overrides import Overrides
 
 GENERATED_PREFIXES = ("keras_tensor", "input_layer")
 """Prefixes of the names that Keras generates for inputs without a name."""
@@ -173,22 +168,6 @@ def with_mask_of(source: Any, tensor: Any) -> Any:
     if mask is not None:
         masking.set_keras_mask(tensor, mask)
     return tensor
-
-
-def replace_policy(
-    layer: Any, policy: Any, instead_of: tuple[str, ...], overrides: Overrides
-) -> None:
-    """Replace the dtype policy of a layer that computes or stores in one of these dtypes."""
-    policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
-    if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
-        overrides.set(layer, "_dtype_policy", policy)
-
-
-def symbolic_inputs(model: Any) -> list[Any]:
-    """Return the inputs of low dtype, to which the functional models in a model cast."""
-    given = [getattr(layer, "_inputs", None) for layer in layers_of(model)]
-    symbolic = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
-    return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
 
 
 TAKES_IDS = frozenset(

@@ -173,7 +173,7 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         try:
             return super()._with_retraces(call)
         except ValueError as error:
-            if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
+            if self._freezes or "Unknown variable" not in str(error):  # of an optimizer
                 raise
         self._freezes = True  # a custom step trains all weights that are not frozen
         self._build()
