@@ -11,19 +11,11 @@ import keras
 from keras_nanguard._backends.shared.attach import attached_to
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
+from keras_nanguard._keras.layers import FUNCTIONAL, makes_functional
 from keras_nanguard._policy.records import safe_repr
 from keras_nanguard.guard import NanGuard, guard_always
 
 __all__ = ["NanGuardModel"]
-
-
-def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments create a functional model, by the rule of keras/src/models/model.py."""
-    return (
-        len(args) == 2
-        or (len(args) == 1 and "outputs" in kwargs)
-        or ("inputs" in kwargs and "outputs" in kwargs)
-    )
 
 
 def _given_by_place(fit: Any, args: tuple[Any, ...]) -> int | None:
@@ -33,14 +25,6 @@ def _given_by_place(fit: Any, args: tuple[Any, ...]) -> int | None:
     parameters = inspect.signature(fit).parameters.values()
     names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     return names.index("callbacks") if "callbacks" in names[: len(args)] else None
-
-
-@functools.cache
-def _functional() -> type:
-    """Return the class of Keras' functional models."""
-    x = keras.Input((1,), name="x")
-    same = keras.layers.Identity(name="same")  # Keras 3.12 rejects models without layers
-    return type(keras.Model(x, same(x), name="model"))
 
 
 class _OfTensors:
@@ -56,7 +40,7 @@ class _OfTensors:
     def __get__(self, model: Any, cls: Any) -> Any:
         if model is not None:
             return None
-        return cls if issubclass(cls, _functional()) else _functional_class(cls)
+        return cls if issubclass(cls, FUNCTIONAL) else _functional_class(cls)
 
 
 @functools.cache
@@ -69,7 +53,7 @@ def _functional_class(cls: type) -> type:
     registered, known = keras.saving.get_registered_name(cls), keras.saving.get_custom_objects()
     package, _, name = registered.rpartition(">")
     before = known.get(registered, cls)
-    made = type(cls.__name__, (cls, _functional()), named)
+    made = type(cls.__name__, (cls, FUNCTIONAL), named)
     if package:  # the name stays that of the class, which can also create other models
         keras.saving.register_keras_serializable(package, name)(made)
         known[registered] = before
@@ -110,6 +94,9 @@ class NanGuardModel(keras.Model):
     nanguard_policy: Any = "recover"
     nanguard_verbose: int = 1
     _of_tensors = _OfTensors()
+    _nanguard: NanGuard | None = None
+    _made_with: tuple[Any, int] | None = None
+    """Policy and verbosity of a guard that was not passed to the model."""
 
     def __new__(cls, *args: Any, guard: NanGuard | None = None, **kwargs: Any) -> Any:
         """Make the model, with the guard kept out of its configuration."""
@@ -121,43 +108,48 @@ class NanGuardModel(keras.Model):
             raise GuardError(
                 expected("guard to be a NanGuard", f"guard={safe_repr(guard)}", remedy)
             )
-        if _are_tensors(args, kwargs) and not isinstance(self, _functional()):
+        if makes_functional(args, kwargs) and not isinstance(self, FUNCTIONAL):
             cls = type(self)
             self.__class__ = cls._of_tensors
         super().__init__(*args, **kwargs)
         if guard is not None:
-            overrides.set_instance(self, "_nanguard", (guard, None))
+            overrides.set_instance(self, "_nanguard", guard)
 
     @property
     def nanguard(self) -> NanGuard:
         """The guard of this model."""
-        wanted = (self.nanguard_policy, self.nanguard_verbose)
-        guard: NanGuard | None
-        guard, made_of = self.__dict__.get("_nanguard", (None, None))
+        guard, settings = self._nanguard, (self.nanguard_policy, self.nanguard_verbose)
         # loading a model reads this property before the policy can be set
-        if guard is None or (guard.session is None and made_of not in (None, wanted)):
+        if guard is None or (guard.session is None and self._made_with not in (None, settings)):
             guard = NanGuard(self.nanguard_policy, verbose=self.nanguard_verbose)
-            overrides.set_instance(self, "_nanguard", (guard, wanted))
+            overrides.set_instance(self, "_nanguard", guard)
+            overrides.set_instance(self, "_made_with", settings)
         return guard
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Train like `keras.Model.fit`. Steps and epochs of incidents count from its start."""
-        guard, self.train_function = self.nanguard, None
+        self.train_function = None
         place = _given_by_place(super().fit, args)
-        given: Any = kwargs.get("callbacks") if place is None else args[place]
-        is_list = isinstance(given, keras.callbacks.CallbackList)
-        others = given.callbacks if is_list else keras.tree.flatten(given or [])
-        if not any(isinstance(callback, NanGuard) for callback in others):
-            if guard.session is not None:  # of steps without a fit
-                guard.session.end()
-            if is_list:
-                given.append(guard)
-                given.set_model(self)
-            elif place is None:
-                kwargs["callbacks"] = [guard, *others]
-            else:
-                args = (*args[:place], [guard, *others], *args[place + 1 :])
+        if place is None:
+            kwargs["callbacks"] = self._with_guard(kwargs.get("callbacks"))
+        else:
+            args = (*args[:place], self._with_guard(args[place]), *args[place + 1 :])
         return super().fit(*args, **kwargs)
+
+    def _with_guard(self, callbacks: Any) -> Any:
+        """Return the callbacks of a fit with the guard of this model, unless they contain one."""
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        others = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
+        if any(isinstance(callback, NanGuard) for callback in others):
+            return callbacks
+        guard = self.nanguard
+        if guard.session is not None:  # of steps without a fit
+            guard.session.end()
+        if not is_list:
+            return [guard, *others]
+        others.append(guard)
+        callbacks.set_model(self)
+        return callbacks
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the train function of `keras.Model`, with the transaction around the train step."""

@@ -6,9 +6,11 @@ Keras).
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -82,6 +84,38 @@ def require_keras_3(*things: object) -> None:
             received = f"{name!r}, an object of tf_keras, which is Keras 2"
             remedy = "Write `import keras` in place of tf_keras, and unset TF_USE_LEGACY_KERAS."
             raise GuardError(expected("a model and optimizers of Keras 3", received, remedy))
+
+
+@contextlib.contextmanager
+def waiting_for(
+    what: str, processes: int, missing: Callable[[], str] = lambda: "one of them"
+) -> Iterator[None]:
+    """Name the exchange, the time and the process in the error if another process has ended or does
+    not respond.
+
+    The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
+    After that time it raises a `RuntimeError` that names neither the exchange nor the time.
+
+    Args:
+        what: a description of the exchange.
+        missing: returns in words which process does not respond; called after the error.
+
+    Raises:
+        GuardError: instead of the `RuntimeError`.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        seconds = time.monotonic() - started
+        reason = str(error).strip().partition("\n")[0]
+        received = f"none from {missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
+        remedy = (
+            "Check the output of the other processes: one has ended, or runs a different number of"
+            " steps. Then restart all of them."
+        )
+        wanted = f"an answer from all {processes} processes"
+        raise GuardError(expected(wanted, received, remedy)) from error
 
 
 class NanGuardError(Exception):

@@ -28,6 +28,7 @@ from keras_nanguard._diagnose.evidence import (
     TargetFault,
     distinct,
 )
+from keras_nanguard._diagnose.targets import PROBABILITIES, classes_of, rejected
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -207,8 +208,8 @@ def target_fault(case: Case) -> TargetFault | None:
     outputs = case.evidence.replay.output_shapes or keras_layers.output_shapes(model)
     found = targets_by_loss(model, case.batch, outputs)
     for output, loss, part, shape in found:
-        width = keras_losses.classes_of(loss, shape)
-        wrong = None if part is None else keras_losses.rejected(loss, part.array, width)
+        width = classes_of(loss, shape)
+        wrong = None if part is None else rejected(loss, part.array, width)
         if part is not None and wrong is not None:
             output, proof = output if len(found) > 1 else "", _proof(case, part, wrong.valid)
             return TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
@@ -289,7 +290,7 @@ def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
     entries = [loss for _, loss in keras_losses.losses_by_output(model)]
     if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
         return None
-    if not all(keras_losses.class_of(loss) in keras_losses.PROBABILITIES for loss in entries):
+    if not all(keras_losses.class_of(loss) in PROBABILITIES for loss in entries):
         return None
     proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
     return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)

@@ -15,7 +15,9 @@ from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.case import targets_by_loss
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.sentences import at_rows
-from keras_nanguard._keras import layers as keras_layers, losses as keras_losses
+from keras_nanguard._diagnose.targets import classes_of, rejected
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras.losses import class_of
 
 SPARSE = keras.losses.SparseCategoricalCrossentropy()
 """The loss that checks class indices for a custom one."""
@@ -78,15 +80,15 @@ def _class_index(
     rows: tuple[int, ...] = ()
     seen = f"The targets contain class index {index}; the model has no such class."
     for _, loss, part, shape in sparse:
-        classes = keras_losses.classes_of(loss, shape)
+        classes = classes_of(loss, shape)
         if high not in (0, classes):
             continue
-        known = loss if "sparse" in keras_losses.class_of(loss).lower() else SPARSE
+        known = loss if "sparse" in class_of(loss).lower() else SPARSE
         targets = None if part is None else part.array
         per_row = math.prod(length or 0 for length in shape[1:]) // max(classes, 1)
         if targets is None and labels and per_row and len(sparse) == 1:
             targets = np.array(labels[1].split(), int).reshape(-1, per_row)
-        wrong = None if targets is None else keras_losses.rejected(known, targets, classes)
+        wrong = None if targets is None else rejected(known, targets, classes)
         if wrong is not None:
             culprit, width, rows = str(loss.name), classes, wrong.rows
             seen = f"The targets contain {wrong.clause}, in {at_rows(rows)}."

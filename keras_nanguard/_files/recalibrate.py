@@ -26,6 +26,7 @@ from keras_nanguard._core.variable_names import MOVING, as_words, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish, write_all
 from keras_nanguard._keras.overrides import Overrides
 
 
@@ -75,7 +76,7 @@ def recalibrate(
         raise GuardError(expected("at least one batch", "no data", remedy))
     called = [one for one in estimates if one.count]
     found = tuple(one.report() for one in called)
-    keras_variables.write_all(pair for one in called for pair in one.result())
+    write_all(pair for one in called for pair in one.result())
     return RecalibrateReport(str(model.name), done, found)
 
 
@@ -101,7 +102,7 @@ def _run(
                     model(batch, training=False)
                 done += 1
     finally:
-        keras_variables.finish(restorers)
+        finish(restorers)
     return done
 
 

@@ -32,6 +32,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.all_or_none import write_all
 
 LOOKS = 3
 """Number of validations of one fit that are checked, besides the last one."""
@@ -175,7 +176,7 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
             return float(keras.ops.convert_to_numpy(tensor))
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
-        keras_variables.write_all(reestimated(run, layers, trained))
+        write_all(reestimated(run, layers, trained))
         estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
         for variable, momentum, old, new in zip(moving, momenta, before, after):

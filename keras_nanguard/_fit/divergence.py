@@ -28,7 +28,8 @@ from keras_nanguard._core.history import WINDOW
 from keras_nanguard._fit.proof import HELD_OUT, MOST_HELD_OUT, Lost, TrialResult, look_for_proof
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.trial import STANDARD_ERRORS, State, clearly_lower, trial
-from keras_nanguard._keras import compiled as keras_compiled, variables as keras_variables
+from keras_nanguard._keras.all_or_none import write_all
+from keras_nanguard._keras.losses import trains_by_compiled_loss
 
 SHORTEST, LONGEST = 32, 1000
 """Bounds of a window in steps. A window is an epoch within these bounds; 32 steps give 8 held-out
@@ -137,7 +138,7 @@ class Divergence:
 
     def _can_compare(self, run: Run) -> bool:
         """Whether states can be compared here by the loss, and training minimizes it."""
-        own = keras_compiled.trains_by_compiled_loss(run.model)
+        own = trains_by_compiled_loss(run.model)
         positive = all(loss > 0.0 for _, loss in run.history.series)
         alone = processes.count() == 1
         return (
@@ -174,7 +175,7 @@ class Divergence:
 
 def _write(run: Run, state: State) -> None:
     """Write all variables that have a value in a state."""
-    keras_variables.write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
+    write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
 
 
 class Schedule:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras import layers as keras_layers, overrides
+from keras_nanguard._keras import losses as keras_losses, overrides
 
 REFUSED = "refused_steps"
 """Key of the number of skipped steps in the epoch logs and in `History`."""
@@ -101,8 +101,8 @@ class FitLogs:
 
         A metric gets NaN if Keras does not know whether it should grow.
         """
-        rising = keras_layers.directed(self.model, "up")
-        falling = {"loss", *keras_layers.directed(self.model, "down")}
+        rising = keras_losses.directed(self.model, "up")
+        falling = {"loss", *keras_losses.directed(self.model, "down")}
         self.failed = frozenset(key for key, value in logs.items() if _is_float(value))
         for key in self.failed:
             falls = HUGEST if _is_named(key, falling) else math.nan
@@ -119,7 +119,7 @@ class FitLogs:
         this step if it is finite. Everything else gets the worst value: `HUGEST`, or `-HUGEST` for
         a metric that should grow. Text and whole numbers do not change.
         """
-        rising = keras_layers.directed(self.model, "up")
+        rising = keras_losses.directed(self.model, "up")
         unmeasured: set[str] = set()
 
         def one(key: str, value: Any, known: Any, grows: bool) -> Any:

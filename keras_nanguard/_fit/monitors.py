@@ -22,8 +22,8 @@ from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.state_check import HUGE, beyond, checked
 from keras_nanguard._keras import (
-    compiled as keras_compiled,
     layers as keras_layers,
+    losses as keras_losses,
     variables as keras_variables,
 )
 from keras_nanguard._keras.optimizers import second_moments
@@ -166,7 +166,7 @@ class Monitors:
         explain large moments: a healthy run never gets here.
         """
         first = run.ring.start
-        own = keras_compiled.trains_by_compiled_loss(run.model) and processes.count() == 1
+        own = keras_losses.trains_by_compiled_loss(run.model) and processes.count() == 1
         if not own or first is None or not first.is_whole() or not self._gradient > 0.0:
             return
         explained = run.step * self._gradient**2

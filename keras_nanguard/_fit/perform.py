@@ -32,7 +32,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.variables import write_all
+from keras_nanguard._keras.all_or_none import write_all
 
 Parameters = Mapping[str, Any]
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.all_or_none import write_all
 from keras_nanguard._keras.optimizers import scheduled_iteration
 
 MAX_PASSED = 10
@@ -63,7 +64,7 @@ class Poles:
             if first is None:
                 continue
             # Accumulated gradients are applied at each of these.
-            every = keras_optimizers.accumulation_steps(optimizer)
+            every = keras_optimizers.inner(optimizer).gradient_accumulation_steps or 1
             last = (beyond or {}).get(id(optimizer), -1)
             start = first + every * max(math.ceil((last + 1 - first) / every), 0)
             coming = range(start, start + every * (MAX_PASSED + 1), every)
@@ -72,7 +73,7 @@ class Poles:
             if iteration > first:
                 counter = keras_optimizers.iterations(optimizer)
                 value = np.asarray(iteration, str(counter.dtype))
-                keras_variables.write_all([(counter, value)])
+                write_all([(counter, value)])
 
 
 def _rate(optimizer: Any, iteration: int) -> float:

@@ -24,8 +24,9 @@ from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, Due, RecentBatches
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.all_or_none import write_all
 from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._keras.variables import moved_seeds
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.recorder import Recorder
 
@@ -234,7 +235,7 @@ class Run:
 
     def advance_generators(self) -> None:
         """Advance every random generator of the model: the next step draws other numbers."""
-        keras_variables.write_all(keras_variables.moved_seeds(self.train_state().other))
+        write_all(moved_seeds(self.train_state().other))
         current.host().advance_generator()
 
     def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:

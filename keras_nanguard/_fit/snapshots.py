@@ -22,6 +22,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
 from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish, write_all
 from keras_nanguard._keras.train_state import TrainState
 
 FIRST_STEP = 3
@@ -115,9 +116,9 @@ class Snapshot:
             keras_variables.write(variable, value(variable))
 
         if processes.count() == 1 and memory.room_for(size_of(known)):
-            keras_variables.write_all((v, value(v)) for v in known)
+            write_all((v, value(v)) for v in known)
         else:
-            keras_variables.finish(partial(write, v) for v in known)
+            finish(partial(write, v) for v in known)
 
 
 class Ring:

@@ -4,18 +4,22 @@ package.
 Each module names at its head the private names that it uses because there is no public API.
 `tests/keras_internals/test_internals.py` fails when a release of Keras removes one of them.
 
-| module | reads | changes, until undone |
+A module imports only modules above it:
+
+| module | knows | replaces for a while |
 |---|---|---|
-| `train_state` | the variables of a model and its optimizers, by role | |
-| `compiled` | the call of `compile`, and what a step was built for | `trainable`, functions |
-| `variables`, `arrays` | variables and data, as NumPy arrays | values: all or none |
-| `tensors` | tensors of torch without a variable of Keras | |
-| `optimizers` | rate, loss scale, slots | the rate, the strategy |
-| `layers` | layers at any depth, the graph of a functional model | dtype policies |
-| `losses` | the losses and metrics given to `compile` | |
-| `fitting` | callbacks, data, end of a running `fit` | methods of their list, first epoch |
-| `attributes` | Python attributes of what a train step calls | the same |
-| `precision` | | dtypes of layers, losses and variables |
-| `jax_trainer` | the state that `fit` passes from step to step on JAX | the same |
-| `overrides` | | attributes of instances; functions of classes, in one thread |
+| `overrides` | how an attribute of one instance is replaced | any attribute |
+| `arrays` | the values of a tensor of any backend as a NumPy array | |
+| `tensors` | a `tf.Variable`, or a tensor of PyTorch, as a variable of Keras | |
+| `variables` | what a variable is; how its value is read, written and restored | values |
+| `all_or_none` | how many variables are written without a mixture of two states | |
+| `layers` | the layers of a model; the graph, inputs and outputs of a functional one | |
+| `losses` | the losses and metrics of a compiled model | |
+| `optimizers` | the optimizers of a model; rate, loss scale and slots of each | rate, strategy |
+| `train_state` | all variables of a model and its optimizers, by role | |
+| `attributes` | the Python attributes that a train step may write, and how they are restored | |
+| `precision` | how a model computes in float32 | dtypes, values |
+| `compiled` | what the train function of a model was made for, and by whom | `trainable` |
+| `jax_trainer` | the state that `fit` passes from step to step on JAX | |
+| `fitting` | the running `fit`: callbacks, data, printing, first epoch, end | the callbacks |
 """

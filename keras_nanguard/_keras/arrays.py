@@ -7,16 +7,14 @@ too many.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import waiting_for
 
 MAX_SPREAD = 1 << 24
 """Entries up to which a sparse tensor is read with its zeros."""
@@ -89,38 +87,6 @@ def rows_by_process(value: Any, rows: Sequence[int], here: int) -> dict[int, lis
         own = np.flatnonzero(owners == owners[row])
         found.setdefault(int(owners[row]), []).append(int(np.searchsorted(own, row)))
     return dict(sorted(found.items()))
-
-
-@contextlib.contextmanager
-def waiting_for(
-    what: str, processes: int, missing: Callable[[], str] = lambda: "one of them"
-) -> Iterator[None]:
-    """Name the exchange, the time and the process in the error if another process has ended or does
-    not respond.
-
-    The backend sets the time limit: the process group on PyTorch, the coordination service on JAX.
-    After that time it raises a `RuntimeError` that names neither the exchange nor the time.
-
-    Args:
-        what: a description of the exchange.
-        missing: returns in words which process does not respond; called after the error.
-
-    Raises:
-        GuardError: instead of the `RuntimeError`.
-    """
-    started = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        seconds = time.monotonic() - started
-        reason = str(error).strip().partition("\n")[0]
-        received = f"none from {missing()} after {seconds:.1f} s of waiting for {what}: {reason}"
-        remedy = (
-            "Check the output of the other processes: one has ended, or runs a different number of"
-            " steps. Then restart all of them."
-        )
-        wanted = f"an answer from all {processes} processes"
-        raise GuardError(expected(wanted, received, remedy)) from error
 
 
 # Sparse and ragged tensors

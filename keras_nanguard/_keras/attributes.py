@@ -43,24 +43,17 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
             held[name] = before
 
 
-def called_by_step(model: Any) -> list[Any]:
+def called_by_step(model: Any) -> tuple[Any, ...]:
     """Return what Keras' train step calls: layers, losses, metrics, regularizers, constraints."""
     layers = keras_layers.layers_of(model)
     kinds = (keras.regularizers.Regularizer, keras.constraints.Constraint)
     helpers = [item for item in keras_layers.held_by(layers) if isinstance(item, kinds)]
-    metrics = _within(getattr(model, "metrics", ()))
+    metrics = keras_losses.with_inner(getattr(model, "metrics", ()))
     losses = [loss for loss in keras_losses.losses_of(model) if hasattr(loss, "__dict__")]
     return keras_variables.unique([*layers, *losses, *metrics, *helpers])
 
 
-def _within(metrics: Iterable[Any]) -> Iterator[Any]:
-    """Yield metrics, and those within the metrics of `compile`."""
-    for metric in metrics:
-        yield metric
-        yield from _within(getattr(metric, "metrics", ()))
-
-
-def variables_of(objects: Iterable[Any]) -> list[Any]:
+def variables_of(objects: Iterable[Any]) -> tuple[Any, ...]:
     """Return the Keras variables in attributes of objects, also those that no model lists."""
     held = keras_layers.held_by(objects)
     return keras_variables.unique(filter(keras_variables.is_variable, held))

@@ -1,11 +1,9 @@
-"""What `compile` was given, and what a train function was made for.
+"""The train function of a model: who makes it, and what it was made for.
 
 Private names of Keras:
 
 - ``Model._compile_config``: `compile` creates a new one, and nothing public reports that it was
   called.
-- ``Model._compile_loss``, ``Model._compile_metrics``: the loss and the metrics that `compile` was
-  given.
 - ``Model._make_function``: creates the train, test and predict functions; Keras before 3.8 or so
   has a method for each.
 """
@@ -13,12 +11,12 @@ Private names of Keras:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, tensors as keras_tensors
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
@@ -26,39 +24,6 @@ from keras_nanguard._keras.train_state import TrainState
 def compiled_as(model: Any) -> Any:
     """Return an object that identifies the last call of `compile`, `None` if there was none."""
     return getattr(model, "_compile_config", None)
-
-
-def trains_by_compiled_loss(model: Any) -> bool:
-    """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
-    own = type(model)
-    return (
-        isinstance(model, keras.Model)
-        and not _overridden(own, "train_step")
-        and not _overridden(own, "compute_loss")
-        and getattr(model, "_compile_loss", None) is not None
-    )
-
-
-def build_metrics(model: Any, targets: Any, output: Any) -> None:
-    """Build the metrics that `compile` was given, as the first step does: then that step creates no
-    variables. Does nothing if custom code decides what they receive, or if they do not fit; then
-    the step builds them, or raises.
-
-    Args:
-        model: a model with one output.
-        targets, output: its symbolic targets and output.
-    """
-    metrics, hooks = model._compile_metrics, ("call", "compute_loss", "compute_metrics")
-    custom = any(name in vars(model) or _overridden(type(model), name) for name in hooks)
-    if metrics is not None and not metrics.built and not custom:
-        with suppress(Exception):
-            metrics.build(targets, output)
-
-
-def _overridden(own: type, name: str) -> bool:
-    """Whether a custom class, not of Keras or this library, defines a method."""
-    definer = next(base for base in own.__mro__ if name in vars(base))
-    return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
 
 
 def makes_as_keras(model: Any, make: Any) -> bool:
@@ -100,16 +65,13 @@ def as_built(model: Any, optimizers: Iterable[Any], freezes: bool) -> Iterator[N
             them by hand, such as a moving average of other weights.
     """
     built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-    trained = {id(keras_variables.unwrapped(v)) for v in built}
+    trained = {id(keras_tensors.unwrapped(v)) for v in built}
     changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
     changed = [v for v in changed if freezes or not v.trainable]
-    for variable in changed:
-        variable.trainable = not variable.trainable
-    try:
-        yield
-    finally:
+    with Overrides() as overrides:
         for variable in changed:
-            variable.trainable = not variable.trainable
+            overrides.set(variable, "trainable", not variable.trainable)
+        yield
 
 
 def on_making(

@@ -88,9 +88,7 @@ def callbacks_deferred(callbacks: Any) -> bool:
     """Whether Keras may call this `CallbackList` for a batch in another thread, by the same test as
     `CallbackList` in keras/src/callbacks/callback_list.py: none of it acts before the next step.
     """
-    if callbacks is None:
-        return False
-    return all(
+    return callbacks is not None and all(
         _has_default(c, name)
         for c in callbacks.callbacks
         if not (getattr(c, "async_safe", False) or type(c) in _OF_KERAS)
@@ -345,6 +343,5 @@ def _bar_in_line() -> Any:
 
 def savers(callbacks: Iterable[Any]) -> list[tuple[Any, str]]:
     """Return `(callback, method)` of callbacks that save a model without `Model.save`."""
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
-    found = [c for c in callbacks if orbax is not None and isinstance(c, orbax)]
-    return [(callback, "_save_checkpoint") for callback in found]
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # Keras 3.6 has none
+    return [(c, "_save_checkpoint") for c in callbacks if isinstance(c, orbax)]

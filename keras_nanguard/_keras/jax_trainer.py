@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_nanguard._keras.overrides import set_instance
+from keras_nanguard._keras.overrides import Overrides, set_instance
 
 _PARTS = (
     "trainable_variables",
@@ -169,11 +169,9 @@ def in_executions(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step as Keras runs it: over an iterator of batches, `steps_per_execution` at a
     time; over a list in Keras 3.6. It compiles itself, so Keras 3.16 must not compile the loop.
     """
-    compile_with, model.jit_compile = model.jit_compile, False
-    try:
+    with Overrides() as overrides:
+        overrides.set(model, "jit_compile", False)
         function: Callable[..., Any] = getattr(model, "_make_function", over_lists)(step)
-    finally:
-        model.jit_compile = compile_with
     return function
 
 

@@ -1,5 +1,5 @@
-"""The layers of a model: all of them at any depth, the graph of a functional model, names, dtype
-policies and states.
+"""The layers of a model: all of them at any depth, the graph of a functional model, names and
+states.
 
 Private names of Keras:
 
@@ -9,35 +9,31 @@ Private names of Keras:
   tensor, and from what.
 - ``Sequential._functional``: the graph of a `Sequential`.
 - ``keras.src.backend.common.masking``: the mask that Keras attaches to a tensor.
-- ``Layer._dtype_policy``: the public setter would quantize, or write into a shared
-  `DTypePolicyMap`.
 - ``keras.src.ops.function.Function``: what has a graph; ``keras.Model`` is also the base of
-  subclassed models.
-- ``Functional._inputs``, ``KerasTensor._dtype``: a functional model casts its inputs to these
-  dtypes; `dtype` is read-only.
+  subclassed models. ``keras.src.models.functional.Functional``: a model that has one.
+- ``keras.src.models.model.functional_init_arguments``: which arguments make a functional model.
 - ``Functional._outputs_struct``: the keys of outputs in a dict.
 - ``Layer._call_has_training_arg``: whether `call` takes `training`.
 - ``Layer._losses``: the losses added by `add_loss`, those of the last call.
-- ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 - ``Layer._non_trainable_variables``: distinguishes states from frozen weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras.src.backend.common import masking
+from keras.src.models.functional import Functional
+from keras.src.models.model import functional_init_arguments
 from keras.src.ops.function import Function
 
 from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
-from keras_nanguard._keras.overrides import Overrides
 
-GENERATED_PREFIXES = ("keras_tensor", "input_layer")
-"""Prefixes of the names that Keras generates for inputs without a name."""
+# All layers
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -73,6 +69,39 @@ def held_by(objects: Iterable[Any]) -> Iterator[Any]:
                 yield from keras_variables.flat(value)
 
 
+def class_of(thing: Any) -> str:
+    """Return the name of the first class of Keras that an object is an instance of, or `""`. A
+    custom class may have the name of one of Keras and none of its attributes.
+    """
+    own = (kind for kind in type(thing).__mro__ if kind.__module__.startswith("keras."))
+    return next((kind.__name__ for kind in own), "")
+
+
+def path_of(layer: Any, parent: str | None, model: Any) -> str:
+    """Return the Keras path of a layer; a layer without a path is named after the layer that it
+    runs in.
+
+    Args:
+        layer: a layer or an operation.
+        parent: path of the layer that it runs in, `None` if there is none.
+        model: the outermost model, whose name is not part of the paths in a functional model.
+    """
+    path = getattr(layer, "path", None)
+    if path:
+        return str(path)
+    if parent is None or (parent == path_of(model, None, model) and hasattr(model, "operations")):
+        return str(layer.name)
+    return f"{parent}/{layer.name}"
+
+
+def mode(model: Any, training: bool) -> dict[str, bool]:
+    """Return the argument that calls a model in training or inference mode, `{}` if it has none."""
+    return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
+
+
+# What a layer has
+
+
 def recurrent_states(layer: Any) -> list[Any]:
     """Return the states of a stateful RNN, which no list of variables contains; else none."""
     states = getattr(layer, "states", None) if getattr(layer, "stateful", False) else None
@@ -83,12 +112,12 @@ def batchnorms(model: Any) -> list[Any]:
     """Return the built BatchNormalization layers at any depth. A class that inherits from
     BatchNormalization may have no moving statistics: such a layer is not among them.
     """
-    layers = [x for x in layers_of(model) if isinstance(x, keras.layers.BatchNormalization)]
     parts = ("moving_mean", "moving_variance")
     return [
         layer
-        for layer in layers
-        if all(keras_variables.is_variable(getattr(layer, part, None)) for part in parts)
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and all(keras_variables.is_variable(getattr(layer, part, None)) for part in parts)
     ]
 
 
@@ -112,7 +141,41 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
     return with_unit_forget_bias(drawn) if unit_forget else drawn
 
 
-def operations_of(model: Any) -> list[Any]:
+def adds_losses(model: Any) -> bool:
+    """Whether a layer of the model adds a loss, by `add_loss` or by an activity regularizer."""
+    return any(layer._losses or layer.activity_regularizer for layer in layers_of(model))
+
+
+def states_of_own_layers(model: Any) -> set[int]:
+    """Return the `id` of each state of a custom layer and of each buffer of PyTorch: only these may
+    be NaN on purpose, not frozen weights nor the states of Keras' own layers.
+    """
+    custom = [la for la in layers_of(model) if not type(la).__module__.startswith("keras.")]
+    found = {id(v) for layer in custom for v in layer._non_trainable_variables}
+    native = [v for v in model.non_trainable_variables if not keras_variables.is_variable(v)]
+    return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}
+
+
+def with_mask_of(source: Any, tensor: Any) -> Any:
+    """Return the tensor with the mask that Keras has attached to another one."""
+    mask = masking.get_keras_mask(source)
+    if mask is not None:
+        masking.set_keras_mask(tensor, mask)
+    return tensor
+
+
+# The graph of a functional model
+
+FUNCTIONAL = Functional
+"""The class of functional models."""
+
+
+def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of `keras.Model` make it a functional model."""
+    return bool(functional_init_arguments(args, kwargs))
+
+
+def operations_of(model: Any) -> tuple[Any, ...]:
     """Return the operations (`keras.ops.log(x)`) of all functional models within a model."""
     found = [o for layer in layers_of(model) for o in graph_operations(layer)]
     return keras_variables.unique(o for o in found if not isinstance(o, keras.layers.Layer))
@@ -134,10 +197,8 @@ def _graph_of(layer: Any) -> Any:
 
 def source_of(tensor: Any) -> tuple[Any, int, int] | None:
     """Return operation, index of its call, and of the output of a symbolic tensor, or `None`."""
-    history: Any = getattr(tensor, "_keras_history", None)
-    if history is None:
-        return None
-    return history.operation, history.node_index, history.tensor_index
+    history: tuple[Any, int, int] | None = getattr(tensor, "_keras_history", None)
+    return history
 
 
 def arguments_of(operation: Any) -> list[Any]:
@@ -151,46 +212,10 @@ def symbolic_arguments(operation: Any, call: int) -> list[Any]:
     return list(operation._inbound_nodes[call].input_tensors)
 
 
-def path_of(layer: Any, parent: str | None, model: Any) -> str:
-    """Return the Keras path of a layer; a layer without a path is named after the layer that it
-    runs in.
+# Inputs and outputs of a model
 
-    Args:
-        layer: a layer or an operation.
-        parent: path of the layer that it runs in, `None` if there is none.
-        model: the outermost model, whose name is not part of the paths in a functional model.
-    """
-    path = getattr(layer, "path", None)
-    if path:
-        return str(path)
-    if parent is None or (parent == path_of(model, None, model) and hasattr(model, "operations")):
-        return str(layer.name)
-    return f"{parent}/{layer.name}"
-
-
-def with_mask_of(source: Any, tensor: Any) -> Any:
-    """Return the tensor with the mask that Keras has attached to another one."""
-    mask = masking.get_keras_mask(source)
-    if mask is not None:
-        masking.set_keras_mask(tensor, mask)
-    return tensor
-
-
-def replace_policy(
-    layer: Any, policy: Any, instead_of: tuple[str, ...], overrides: Overrides
-) -> None:
-    """Replace the dtype policy of a layer that computes or stores in one of these dtypes."""
-    policies = (getattr(layer, "compute_dtype", ""), getattr(layer, "variable_dtype", ""))
-    if hasattr(layer, "_dtype_policy") and any(dtype in instead_of for dtype in policies):
-        overrides.set(layer, "_dtype_policy", policy)
-
-
-def symbolic_inputs(model: Any) -> list[Any]:
-    """Return the inputs of low dtype, to which the functional models in a model cast."""
-    given = [getattr(layer, "_inputs", None) for layer in layers_of(model)]
-    symbolic = [t for t in keras.tree.flatten(given) if isinstance(t, keras.KerasTensor)]
-    return [t for t in symbolic if str(t.dtype) in ("float16", "bfloat16")]
-
+GENERATED_PREFIXES = ("keras_tensor", "input_layer")
+"""Prefixes of the names that Keras generates for inputs without a name."""
 
 TAKES_IDS = frozenset(
     {"Embedding", "CategoryEncoding", "IntegerLookup", "StringLookup", "Hashing", "HashedCrossing"}
@@ -210,14 +235,6 @@ def takes_floats(model: Any) -> bool:
         for layer in layers_of(model)
         if layer is not model
     )
-
-
-def class_of(thing: Any) -> str:
-    """Return the name of the first class of Keras that an object is an instance of, or `""`. A
-    custom class may have the name of one of Keras and none of its attributes.
-    """
-    own = (kind for kind in type(thing).__mro__ if kind.__module__.startswith("keras."))
-    return next((kind.__name__ for kind in own), "")
 
 
 def inputs_of(model: Any) -> list[Any]:
@@ -259,8 +276,8 @@ def output_names(model: Any) -> list[str]:
     structure = getattr(model, "_outputs_struct", None)
     named = structure.items() if isinstance(structure, dict) else ()
     keys = {id(tensor): str(key) for key, tensor in named}
-    origins: list[Any] = [getattr(t, "_keras_history", None) for t in tensors]
-    names = [t.name if o is None else o.operation.name for t, o in zip(tensors, origins)]
+    sources = map(source_of, tensors)
+    names = [t.name if s is None else s[0].name for t, s in zip(tensors, sources)]
     return [keys.get(id(t), str(name)) for t, name in zip(tensors, names)]
 
 
@@ -283,36 +300,3 @@ def output_shapes(model: Any) -> list[tuple[str, tuple[int | None, ...]]]:
     """Return name and shape of each output of a functional model; none for other models."""
     outputs = _symbolic(getattr(model, "outputs", None))
     return [(name, tuple(t.shape)) for name, t in zip(output_names(model), outputs)]
-
-
-def mode(model: Any, training: bool) -> dict[str, bool]:
-    """Return the argument that calls a model in training or inference mode, `{}` if it has none."""
-    return {"training": training} if getattr(model, "_call_has_training_arg", True) else {}
-
-
-def adds_losses(model: Any) -> bool:
-    """Whether a layer of the model adds a loss, by `add_loss` or by an activity regularizer."""
-    layers = layers_of(model)
-    return any(
-        getattr(la, "_losses", None) or getattr(la, "activity_regularizer", None) for la in layers
-    )
-
-
-def directed(model: Any, direction: str) -> set[str]:
-    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), if known."""
-    found = [m for metric in model.metrics for m in getattr(metric, "metrics", None) or [metric]]
-    return {str(m.name) for m in found if getattr(m, "_direction", None) == direction}
-
-
-def states_of_own_layers(model: Any) -> set[int]:
-    """Return the `id` of each state of a custom layer and of each buffer of PyTorch: only these may
-    be NaN on purpose, not frozen weights nor the states of Keras' own layers.
-    """
-    custom = [
-        layer for layer in layers_of(model) if not type(layer).__module__.startswith("keras.")
-    ]
-    found = {id(v) for layer in custom for v in getattr(layer, "_non_trainable_variables", ())}
-    native = [
-        v for v in model.non_trainable_variables if not isinstance(v, keras_variables.VARIABLE)
-    ]
-    return found | {id(v) for v in native if type(v.value).__name__ != "Parameter"}

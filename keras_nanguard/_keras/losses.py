@@ -1,11 +1,12 @@
-"""The losses of a compiled model, by output, and the targets that they accept.
+"""The losses and metrics of a compiled model.
 
 Private names of Keras:
 
 - ``LossFunctionWrapper._fn_kwargs``: the options of a loss that wraps a function.
 - ``Model._compile_metrics`` and its ``_user_metrics``: the metrics that were passed to `compile`.
-- ``Trainer._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
+- ``Model._compile_loss`` and its ``_flat_losses``; before Keras 3.8 or so its ``flat_losses``,
   ``inferred_output_names`` and ``output_names``.
+- ``Metric._direction``: whether a metric should grow; the callbacks of Keras read it, too.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
-import numpy as np
 
-from keras_nanguard._core import finiteness
 from keras_nanguard._core.variable_names import snake_case
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
+
+# Those of a model
 
 
 def losses_by_output(model: Any) -> list[tuple[str, Any]]:
@@ -36,7 +37,7 @@ def losses_by_output(model: Any) -> list[tuple[str, Any]]:
     return [(str(name or ""), loss) for name, loss in found if loss is not None]
 
 
-def losses_of(model: Any) -> list[Any]:
+def losses_of(model: Any) -> tuple[Any, ...]:
     """Return the `CompileLoss` of a model, the losses given to `compile`, and those of layers."""
     compiled = getattr(model, "_compile_loss", None)
     found = [compiled] if compiled is not None else []
@@ -46,12 +47,11 @@ def losses_of(model: Any) -> list[Any]:
     return keras_variables.unique(found)
 
 
-def build_losses(model: Any, y: Any, y_pred: Any) -> None:
-    """Build the losses given to `compile`, as the first step does: only then they have names."""
-    compiled: Any = getattr(model, "_compile_loss", None)
-    if compiled is not None and not getattr(compiled, "built", True):
-        with contextlib.suppress(Exception):  # the step reports the fault of the targets
-            compiled.build(y, y_pred)
+def trains_by_compiled_loss(model: Any) -> bool:
+    """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
+    hooks = ("train_step", "compute_loss")
+    compiled = isinstance(model, keras.Model) and model._compile_loss is not None
+    return compiled and not any(_overridden(type(model), name) for name in hooks)
 
 
 def given_metrics(model: Any) -> Any:
@@ -59,15 +59,53 @@ def given_metrics(model: Any) -> Any:
     return getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
 
 
-PROBABILITIES = (
-    *("CategoricalCrossentropy", "BinaryCrossentropy"),
-    *("CategoricalFocalCrossentropy", "BinaryFocalCrossentropy"),
-    "CategoricalGeneralizedCrossEntropy",
-)
-"""Losses whose targets are probabilities."""
+def with_inner(metrics: Iterable[Any]) -> Iterator[Any]:
+    """Yield metrics, and those within the metrics of `compile`."""
+    for metric in metrics:
+        yield metric
+        yield from with_inner(getattr(metric, "metrics", None) or ())
 
-_NOT_NEGATIVE = ("Poisson", "KLDivergence", "MeanSquaredLogarithmicError")
-"""Losses whose targets are not negative."""
+
+def directed(model: Any, direction: str) -> set[str]:
+    """Return the names of the metrics that should grow (`"up"`) or shrink (`"down"`), if known."""
+    metrics = with_inner(model.metrics)
+    return {str(m.name) for m in metrics if getattr(m, "_direction", None) == direction}
+
+
+# Building them as the first step does
+
+
+def build_losses(model: Any, y: Any, y_pred: Any) -> None:
+    """Build the losses given to `compile`, as the first step does: only then they have names."""
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is not None and not compiled.built:
+        with contextlib.suppress(Exception):  # the step reports the fault of the targets
+            compiled.build(y, y_pred)
+
+
+def build_metrics(model: Any, targets: Any, output: Any) -> None:
+    """Build the metrics that `compile` was given, as the first step does: then that step creates no
+    variables. Does nothing if custom code decides what they receive, or if they do not fit; then
+    the step builds them, or raises.
+
+    Args:
+        model: a model with one output.
+        targets, output: its symbolic targets and output.
+    """
+    metrics, hooks = model._compile_metrics, ("call", "compute_loss", "compute_metrics")
+    custom = any(name in vars(model) or _overridden(type(model), name) for name in hooks)
+    if metrics is not None and not metrics.built and not custom:
+        with contextlib.suppress(Exception):
+            metrics.build(targets, output)
+
+
+def _overridden(own: type, name: str) -> bool:
+    """Whether a custom class, not of Keras or this library, defines a method."""
+    definer = next(base for base in own.__mro__ if name in vars(base))
+    return definer.__module__.partition(".")[0] not in ("keras", "keras_nanguard")
+
+
+# One loss or metric
 
 _CLASSES = {snake_case(n): n for n in dir(keras.losses) if n[0].isupper()}
 """The classes in `keras.losses`, by the names of their functions."""
@@ -95,101 +133,6 @@ def option_of(loss: Any, name: str) -> Any:
     if value is None and isinstance(loss, functools.partial):
         value = loss.keywords.get(name)
     return value
-
-
-def class_axis(loss: Any) -> int:
-    """Return the axis of outputs that holds the classes: the last one, or the `axis` of a loss."""
-    axis = option_of(loss, "axis")
-    return axis if isinstance(axis, int) else -1
-
-
-def classes_of(loss: Any, shape: Sequence[int | None]) -> int:
-    """Return the number of classes in an output of this shape, with the rows; 0 if unknown."""
-    axis = class_axis(loss)
-    return int(shape[axis] or 0) if -len(shape) <= axis < len(shape) else 0
-
-
-class Rejected(NamedTuple):
-    """Targets that a loss does not accept.
-
-    Attributes:
-        rows: their rows.
-        clause: what is wrong, as a clause.
-        valid: all targets, with the nearest that the loss accepts in place of these; `None` if
-            other targets would not help.
-    """
-
-    rows: tuple[int, ...]
-    clause: str
-    valid: finiteness.Array | None = None
-
-
-ROUNDING = 4
-"""Number of ulp by which a target may miss its range: a mixture or sum of probabilities in its
-dtype takes a few operations, each of which is off by half an ulp of its result.
-"""
-
-
-def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected | None:
-    """Return which targets a loss does not accept, `None` if it accepts all of them.
-
-    Args:
-        targets: the targets of one output, of any shape.
-        width: number of classes in that output, 0 if unknown; see `classes_of`.
-    """
-    kind, wide = class_of(loss), finiteness.widen(targets)
-    if wide.dtype.kind not in "fiu" or not wide.size:
-        return None
-    if "sparsecategorical" in kind.replace("_", "").lower():  # a custom one, too
-        wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
-        ignored = option_of(loss, "ignore_class")
-        wrong = wrong if ignored is None else wrong & (wide != ignored)
-        classes = f" with {width} classes" if width else ""
-        return _first(wide, wrong, f"class index {{:g}}{classes}", 0)
-    error = _rounding_error(targets)
-    if kind in PROBABILITIES:
-        wrong = (wide < -error) | (wide > 1 + error)
-        words = "{:g} instead of a probability from 0 to 1"
-        return _first(wide, wrong, words, wide.clip(0, 1)) or _smoothed(loss)
-    if kind in _NOT_NEGATIVE:
-        return _first(wide, wide < -error, "the negative number {:g}", wide.clip(0))
-    return None
-
-
-def _rounding_error(targets: finiteness.Array) -> float:
-    """Return by how much such targets may miss a bound; Keras rounds float64 to float32."""
-    if finiteness.widen(targets).dtype.kind != "f":
-        return 0.0
-    import ml_dtypes
-
-    ulp = max(float(ml_dtypes.finfo(d).eps) for d in (targets.dtype, np.float32))
-    return ROUNDING * ulp * max(1.0, finiteness.largest(targets))
-
-
-def _first(wide: Any, wrong: Any, words: str, valid: Any) -> Rejected | None:
-    """Return the rows of wrong targets and, in `words`, the first of them; `None` if none is."""
-    if not wrong.any():
-        return None
-    rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
-    clause = words.format(wide[wrong].flat[0])
-    return Rejected(tuple(map(int, rows)), clause, np.where(wrong, valid, wide))
-
-
-def _smoothed(loss: Any) -> Rejected | None:
-    """Return a label smoothing that makes negative probabilities."""
-    smoothing = getattr(loss, "label_smoothing", 0.0)
-    if not isinstance(smoothing, (int, float)) or 0.0 <= smoothing <= 1.0:
-        return None
-    clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
-    return Rejected((), clause)
-
-
-def logged_losses(logs: Any) -> dict[str, Any]:
-    """Return the losses among the logs, for a step that never calls `compute_loss`: `loss`, else
-    `*loss`."""
-    known = logs if isinstance(logs, dict) else {}
-    losses = {name: value for name, value in known.items() if str(name).endswith("loss")}
-    return {"loss": losses["loss"]} if "loss" in losses else losses
 
 
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

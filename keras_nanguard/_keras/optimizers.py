@@ -12,8 +12,6 @@ Private names of Keras:
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
   that an optimizer was built for, and their moving averages.
-- ``Optimizer._trainable_variables_indices``, ``Optimizer._var_key``: how an optimizer finds its
-  slots of a variable; `apply` rejects any other variable.
 - ``Optimizer._distribution_strategy``: the strategy in which an optimizer was created.
 - The lists of second moments of each optimizer (``_velocities``, ``_u``, ``_accumulators``,
   ``_accumulated_grads``), one for each variable that it trains.
@@ -29,7 +27,11 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras import (
+    arrays as keras_arrays,
+    tensors as keras_tensors,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.layers import held_by
 from keras_nanguard._keras.overrides import Overrides
 
@@ -41,20 +43,7 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [*map(keras_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
-
-
-def averages_of(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return `(average, weight)` for each moving average of a weight."""
-    averages = getattr(inner(optimizer), "_model_variables_moving_average", ())
-    return list(zip(averages, trained_by(optimizer)))
-
-
-def fresh_like(optimizer: Any) -> Any:
-    """Return a new optimizer of the same configuration, built for the same variables."""
-    fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([keras_variables.unwrapped(v) for v in trained_by(optimizer)])
-    return fresh
+    return [*map(keras_tensors.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
 
 
 def first_values(optimizer: Any) -> dict[int, Any]:
@@ -63,9 +52,13 @@ def first_values(optimizer: Any) -> dict[int, Any]:
 
     A new one has other slots if its class has a setting that its configuration lacks. Then no first
     value is known."""
-    slots, fresh = optimizer.variables, fresh_like(optimizer).variables
-    pairs = zip(slots, fresh) if len(slots) == len(fresh) else ()
-    return {id(slot): first for slot, first in (*pairs, *averages_of(optimizer))}
+    trained = trained_by(optimizer)
+    averages = zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained)
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    fresh.build([keras_tensors.unwrapped(v) for v in trained])
+    slots, first = optimizer.variables, fresh.variables
+    pairs = zip(slots, first) if len(slots) == len(first) else ()
+    return {id(slot): value for slot, value in (*pairs, *averages)}
 
 
 def is_loss_scaled(optimizer: Any) -> bool:
@@ -134,19 +127,6 @@ def scales_of(optimizer: Any) -> tuple[Any, ...]:
     return (optimizer.dynamic_scale, optimizer.step_counter) if has_scale else ()
 
 
-def register_twins(optimizer: Any, twins: list[tuple[Any, Any]], overrides: Overrides) -> None:
-    """Make an optimizer treat the float32 twin of a variable as the variable itself."""
-    for part in {id(o): o for o in (optimizer, inner(optimizer))}.values():
-        known = getattr(part, "_trainable_variables_indices", None)
-        if isinstance(known, dict):
-            keys = [
-                (part._var_key(keras_variables.unwrapped(old)), part._var_key(twin))
-                for old, twin in twins
-            ]
-            more = {twin: known[old] for old, twin in keys if old in known}
-            overrides.set(part, "_trainable_variables_indices", {**known, **more})
-
-
 def rate_before(optimizer: Any, ago: int = 1) -> float:
     """Return the rate of the last or an earlier step: without a schedule, the current one."""
     iteration = scheduled_iteration(optimizer, ago)
@@ -170,16 +150,6 @@ def scheduled_rate(optimizer: Any, iteration: int) -> float:
     """Return the rate that the schedule of an optimizer gives at an iteration."""
     step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
     return float(keras_arrays.read_tensor(given_rate(inner(optimizer))(step)))
-
-
-def is_about_unknown_variable(error: BaseException) -> bool:
-    """Whether an optimizer has refused a variable for which it was not built."""
-    return "Unknown variable" in str(error)
-
-
-def accumulation_steps(optimizer: Any) -> int:
-    """Return the number of steps over which an optimizer accumulates gradients, 1 by default."""
-    return int(getattr(inner(optimizer), "gradient_accumulation_steps", None) or 1)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from keras_nanguard._keras import (
     tensors as keras_tensors,
     variables as keras_variables,
 )
+from keras_nanguard._keras.variables import unique
 
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types of attributes that are not state."""
@@ -65,13 +66,13 @@ class TrainState:
             keras_optimizers.find_optimizers(model) if optimizers is None else optimizers
         )
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-        trainable = _unique([*model.trainable_variables, *updated])
+        trainable = unique([*model.trainable_variables, *updated])
         layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         own = filter(keras_variables.is_variable, states)
         modules = [layer for layer in layers if hasattr(layer, "named_modules")]  # on PyTorch
         buffers, passing = keras_tensors.buffers_of(modules) if modules else ((), ())
-        other = _unique([*model.non_trainable_variables, *own, *buffers], trainable)
+        other = unique([*model.non_trainable_variables, *own, *buffers], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
@@ -80,18 +81,18 @@ class TrainState:
         results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
         no_slots = [*rates, *itertools.chain(*scales), *trainable]
-        slots = _unique((v for o in optimizers for v in o.variables), no_slots)
+        slots = unique((v for o in optimizers for v in o.variables), no_slots)
         attributes = [value for o in (*inner, *optimizers) for value in vars(o).values()]
-        own_slots = _unique(filter(keras_variables.is_variable, attributes), [*slots, *no_slots])
+        own_slots = unique(filter(keras_variables.is_variable, attributes), [*slots, *no_slots])
         return cls(
             trainable=trainable,
             other=other,
-            metrics=_unique(getattr(model, "metrics_variables", ())),
+            metrics=unique(getattr(model, "metrics_variables", ())),
             slots=slots,
             scales=scales,
             rates=tuple(filter(keras_variables.is_variable, rates[: len(inner)])),
             optimizers=optimizers,
-            unlisted=_unique([*_native_variables(held), *results, *passing, *seeds, *own_slots]),
+            unlisted=unique([*_native_variables(held), *results, *passing, *seeds, *own_slots]),
             layers=tuple(layers),
             results=results,
         )
@@ -129,7 +130,7 @@ class TrainState:
     @property
     def restorable(self) -> tuple[Any, ...]:
         """The variables that a rollback restores: the train state without loss scale and rates."""
-        return _unique([*self.trainable, *self.other, *self.slots])
+        return unique([*self.trainable, *self.other, *self.slots])
 
     @property
     def kept(self) -> tuple[Any, ...]:
@@ -139,18 +140,12 @@ class TrainState:
     @property
     def everything(self) -> tuple[Any, ...]:
         """Every variable of the train state except the metrics."""
-        return _unique([*self.kept, *self.rates])
+        return unique([*self.kept, *self.rates])
 
     @property
     def written_by_calls(self) -> tuple[Any, ...]:
         """Every variable that calls of the model or a train step may write."""
-        return _unique([*self.everything, *self.metrics, *self.unlisted])
-
-
-def _unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, ...]:
-    """Return each variable once, in order, without some."""
-    left_out = set(map(id, besides))
-    return tuple(v for v in keras_variables.unique(variables) if id(v) not in left_out)
+        return unique([*self.everything, *self.metrics, *self.unlisted])
 
 
 def _of_kind(held: Iterable[Any], name: str) -> list[Any]:

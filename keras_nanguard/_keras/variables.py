@@ -1,5 +1,4 @@
-"""The variables of a model: what each is, and its value as a NumPy array: copied, viewed, written,
-all or none.
+"""One variable: what it is, and its value as a NumPy array, read, written or restored.
 
 Private names of Keras:
 
@@ -15,21 +14,19 @@ Private names of Keras:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.variable_names import STATISTIC
-from keras_nanguard._keras import arrays as keras_arrays
+from keras_nanguard._keras import arrays as keras_arrays, tensors as keras_tensors
+from keras_nanguard._keras.overrides import Overrides
 
 VARIABLE = keras.src.backend.Variable
 """The class of every variable of Keras."""
@@ -37,82 +34,23 @@ VARIABLE = keras.src.backend.Variable
 ASSIGN, INITIALIZE = "_direct_assign", "_initialize"
 """Its methods that write a value, and the first one."""
 
-_NAME = "_nanguard_as_keras"
-
 
 def flat(value: Any) -> Iterator[Any]:
     """Iterate over a list, a tuple or the values of a dict; anything else is one item."""
     if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return iter((value,))
-    return iter(value)
+        return iter(value.values())
+    return iter(value if isinstance(value, (list, tuple)) else (value,))
 
 
-def unique(variables: Iterable[Any]) -> list[Any]:
-    """Return each variable once, in order."""
-    return list({id(v): v for v in variables}.values())
-
-
-# Variables of Keras, and of the backend
-
-
-class NativeVariable:
-    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a
-    value.
-
-    Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well.
-
-    Attributes:
-        value: the `tf.Variable`.
-        path, name: its name, without the `:0` that TensorFlow appends.
-    """
-
-    __slots__ = ("name", "path", "value")
-
-    def __init__(self, variable: Any):
-        self.value, self.path = variable, str(variable.name).partition(":")[0]
-        self.name = self.path.rpartition("/")[2]
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype, as Keras writes it."""
-        return str(self.value.dtype.name)
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Its shape."""
-        return tuple(self.value.shape)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether a gradient tape watches it."""
-        return bool(self.value.trainable)
-
-    def assign(self, value: Any) -> None:
-        """Set its value."""
-        self.value.assign(value)
-
-
-def as_keras(variable: Any) -> Any:
-    """Return a `keras.Variable` unchanged; wrap a `tf.Variable`, always in the same object."""
-    if hasattr(variable, "path") or not hasattr(variable, "read_value"):
-        return variable
-    known = getattr(variable, _NAME, None)
-    if known is None:
-        known = NativeVariable(variable)
-        setattr(variable, _NAME, known)
-    return known
-
-
-def unwrapped(variable: Any) -> Any:
-    """Return the variable that was passed to `as_keras`."""
-    return variable.value if isinstance(variable, NativeVariable) else variable
+def unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Return each variable once, in order, without some."""
+    left_out = set(map(id, besides))
+    return tuple({id(v): v for v in variables if id(v) not in left_out}.values())
 
 
 def native(variable: Any) -> Any:
     """Return the variable of the backend behind a `keras.Variable`; any other one unchanged."""
-    return variable.value if isinstance(variable, VARIABLE) else unwrapped(variable)
+    return variable.value if isinstance(variable, VARIABLE) else keras_tensors.unwrapped(variable)
 
 
 def stored(variable: Any) -> Any:
@@ -139,14 +77,12 @@ def is_variable(value: Any) -> bool:
 @contextmanager
 def on_first_replica(variables: Iterable[Any]) -> Iterator[None]:
     """Make variables of Keras with one copy per replica refer to that of the first replica."""
-    replaced = [(v, v._value) for v in variables if hasattr(getattr(v, "_value", None), "values")]
-    for variable, value in replaced:
-        variable._value = value.values[0]
-    try:
+    with Overrides() as overrides:
+        for variable in variables:
+            copies: Any = getattr(variable, "_value", None)
+            if hasattr(copies, "values"):
+                overrides.set(variable, "_value", copies.values[0])
         yield
-    finally:
-        for variable, value in replaced:
-            variable._value = value
 
 
 # What a variable is
@@ -244,87 +180,6 @@ def restorer(variable: Any) -> Callable[[], Any]:
         return lambda: write(variable, array)
     if hasattr(variable, "untyped_storage"):  # of torch
         kept = variable.detach().clone()
-        return lambda: write_tensor(variable.data, kept)
+        return lambda: keras_tensors.write_tensor(variable.data, kept)
     value = variable.read_value()
     return lambda: variable.assign(value)
-
-
-def write_tensor(tensor: Any, value: Any) -> None:
-    """Write a tensor of PyTorch, each number in memory once: PyTorch cannot write to an expanded
-    tensor as a whole (`Normalization(mean=0.0)`).
-    """
-    if str(tensor.layout) == "torch.strided":
-        once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
-        tensor, value = tensor[once], value[once]
-    tensor.copy_(value)
-
-
-# Writing many variables so that a failure never leaves a mixture of two states. Memory of a device
-# can be exhausted, a file can become unreadable and Ctrl-C can arrive between any two variables. A
-# failed write is attempted once more, because memory is often free a moment later. If it fails
-# again, the finished writes are undone. If the old values are unknown, the other writes are
-# completed.
-
-ATTEMPTS = 2
-"""Number of attempts of each part. In `finish` an interrupt also ends only one attempt."""
-
-
-def write_all(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Write each array into its variable: all of them or none.
-
-    The old values are copied, one variable after the other, and written back if anything is raised.
-    That takes a second copy of the state in host memory.
-
-    Args:
-        pairs: `(variable, array)`, each array of the shape and dtype of its variable.
-
-    Raises:
-        StateLostError: if the old values cannot be written back.
-        BaseException: the exception raised while writing.
-    """
-    before: list[tuple[Any, Any]] = []
-    try:
-        for variable, array in pairs:
-            before.append((variable, _repeated(read, variable)))
-            _repeated(write, variable, array)
-    except BaseException:
-        finish(partial(write, *pair) for pair in before)
-        raise
-
-
-def _repeated(part: Callable[..., Any], *args: Any) -> Any:
-    """Return `part(*args)`, called once more after an error, but not after an interrupt."""
-    for _ in range(ATTEMPTS - 1):
-        with contextlib.suppress(Exception):
-            return part(*args)
-    return part(*args)
-
-
-def finish(parts: Iterable[Callable[[], Any]]) -> None:
-    """Do every part, even if some raise. Each part can be repeated without harm.
-
-    Raises:
-        StateLostError: if a part has failed twice.
-        BaseException: an interrupt (`KeyboardInterrupt`, `SystemExit`), after every part is done.
-    """
-    waiting = list(parts)
-    interrupt: BaseException | None = None
-    failed: list[BaseException] = []
-    for part in waiting:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                part()
-                break
-            except BaseException as error:  # noqa: BLE001  it is raised again at the end
-                interrupt = interrupt or (None if isinstance(error, Exception) else error)
-                if attempt == ATTEMPTS:
-                    failed.append(error)
-    if failed:
-        raise StateLostError(
-            "Expected to write the complete state of the model. Received:"
-            f" {type(failed[0]).__name__}: {failed[0]} ({len(failed)} of {len(waiting)} writes"
-            " failed). The model holds values of two different steps: load a checkpoint before you"
-            " use it."
-        ) from failed[0]
-    if interrupt is not None:
-        raise interrupt

@@ -11,8 +11,9 @@ import numpy as np
 
 from keras_nanguard._core.finiteness import float_limits
 from keras_nanguard._core.variable_names import RECURRENT
+from keras_nanguard._diagnose.targets import class_axis, classes_of, rejected
 from keras_nanguard._files.scan import statistics
-from keras_nanguard._keras.losses import class_axis, class_of, classes_of, option_of, rejected
+from keras_nanguard._keras.losses import class_of, option_of
 from keras_nanguard._keras.optimizers import given_rate
 from keras_nanguard._lint.rule import Site, rule
 from keras_nanguard._lint.subject import POSITIVE, Output, Subject

@@ -1,4 +1,4 @@
-"""The arrays of a batch by their roles, and the replay of a step on them."""
+"""The arrays of a batch by their roles, the replay of a step on them, and the losses in its logs."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def test_the_sum_of_squares_overflows_in_its_own_dtype(dtype, explodes):
     x = keras.ops.convert_to_tensor(np.ones((8, 4)), dtype)
     run = ReplayableStep.of(model, [model.optimizer]).run([(x, x[:, :1])])
     assert (run.first, run.finite) == (("gradients", False) if explodes else ("", True))
+
+
+def test_the_losses_among_the_logs():
+    """`loss` alone if there is one, else all names that end in it, else nothing."""
+    logs = {"d_loss": 2.0, "accuracy": 3.0, "g_loss": 4.0, "lossy": 5.0, 0: 6.0}
+    assert list(map(float, batches.losses_in_logs({"loss": 1.0, **logs}))) == [1.0]
+    assert list(map(float, batches.losses_in_logs(logs))) == [2.0, 4.0]
+    assert [batches.losses_in_logs(none) for none in ({0: 1.0}, None, 3.0)] == [[], [], []]

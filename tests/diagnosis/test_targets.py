@@ -4,10 +4,12 @@ import contextlib
 import functools
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_nanguard import GuardError, NanGuard, diagnose, lint
+from keras_nanguard._diagnose.targets import rejected
 
 LABELS = (np.random.default_rng(0).standard_normal((128, 8)).astype("float32")[:, :1] > 0).astype("float32")
 ABOVE, BELOW = np.float32(1.0000001), np.float32(-1e-8)
@@ -105,3 +107,21 @@ def test_classes_may_be_on_another_axis(far):
     model.compile("sgd", shares)
     y = np.full((2, 21, 4, 4), 1 / 21, "float32")
     assert "labels_out_of_range" not in [hazard.code for hazard in lint(model, x, y).hazards]
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
+def test_mixtures_in_the_dtype_of_the_targets_are_accepted(dtype):
+    """Label smoothing and mixup in any dtype, of up to four labels; but nothing beyond a few ulp."""
+    loss, shares = keras.losses.BinaryCrossentropy(), np.random.default_rng(0).dirichlet(np.ones(4), 200)
+    mixed = shares.astype(dtype).cumsum(axis=1, dtype=dtype)
+    assert rejected(loss, np.concatenate([mixed, 1 - mixed]), 4) is None
+    ulp = float(ml_dtypes.finfo("float32" if dtype == "float64" else dtype).eps)
+    wrong = np.array([[0.0], [1.0], [1.0 + 8 * ulp], [-8 * ulp]], dtype)
+    found = rejected(loss, wrong, 1)
+    assert found.rows == (2, 3)
+    assert np.array_equal(found.valid.ravel(), [0.0, 1.0, 1.0, 0.0])
+
+
+def test_a_class_index_is_exact():
+    found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 3, -1, 2]), 3)
+    assert found.rows == (1, 2) and found.valid.tolist() == [0, 0, 0, 2]

@@ -279,15 +279,18 @@ def test_a_guard_argument_that_is_not_a_guard():
         of_tensors("stop")
 
 
-@pytest.mark.parametrize("fit", ["of Keras", "of a tracker"])
+@pytest.mark.parametrize("fit", ["of Keras", "of a tracker", "with a list"])
 def test_callbacks_of_a_fit(monkeypatch, fit):
-    """The guard joins them: by place, or through a tracker that has replaced `fit`."""
+    """The guard joins them: by place, through a tracker that has replaced `fit`, or in a `CallbackList`."""
     real, seen = keras.Model.fit, []
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
     model, (x, y) = network(), zoo.regression().with_poison(BAD).all
     if fit == "of a tracker":
         monkeypatch.setattr(keras.Model, "fit", lambda self, *args, **kwargs: real(self, *args, **kwargs))
         history = model.fit(x, y, zoo.BATCH, verbose=0, shuffle=False, callbacks=[note])
+    elif fit == "with a list":
+        calls = keras.callbacks.CallbackList([note], add_history=True, model=model, epochs=1, steps=None, verbose=0)
+        history = model.fit(x, y, zoo.BATCH, verbose=0, shuffle=False, callbacks=calls)
     else:
         history = model.fit(x, y, zoo.BATCH, 1, 0, [note], shuffle=False)
     assert history.history["refused_steps"] == [2] and seen == [0]

@@ -10,7 +10,7 @@ import jax
 from jax._src import distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._keras.arrays import waiting_for
+from keras_nanguard._core.errors import waiting_for
 
 LIMIT = 300
 """Maximum seconds that one process waits for another: for a step, a validation, or a diagnosis."""

@@ -29,10 +29,11 @@ from keras_nanguard._backends.jax.intercept import Intercept, primal, running_tr
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import OriginTracker, is_finite, is_float
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish
 from keras_nanguard._keras.jax_trainer import by_part, ready, stored
-from keras_nanguard._keras.overrides import ThreadOverrides
 
 try:
     from jax._src.core import EvalTrace
@@ -198,7 +199,7 @@ class Replay(interface.Replay):
         try:
             yield
         finally:
-            keras_variables.finish(partial(v.assign, value) for v, value in old)
+            finish(partial(v.assign, value) for v, value in old)
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return an array of the same shape in which kept rows replace the others, because another

@@ -19,7 +19,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import arguments, is_iterator, leaves
 from keras_nanguard._core.observations import BadArray, Spread
 from keras_nanguard._keras import arrays as keras_arrays
-from keras_nanguard._keras.losses import logged_losses
 
 OUTLIER = 30.0
 """Multiple of the typical magnitude of a row above which a row is an outlier."""
@@ -219,8 +218,10 @@ def scalars(outputs: Any) -> list[Any]:
 
 
 def losses_in_logs(logs: Any) -> list[Any]:
-    """Return the losses among the logs of a Keras train step."""
-    return scalars(logged_losses(logs))
+    """Return the losses among the logs of a Keras train step: `loss`, else all `*loss`."""
+    known = logs if isinstance(logs, dict) else {}
+    named = {name: value for name, value in known.items() if str(name).endswith("loss")}
+    return scalars(named.get("loss", named))
 
 
 def _is_scalar(leaf: Any) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.origins import OriginTracker, bad_rows, operand
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.observations import COMPILE_LOSS, Origin
 from keras_nanguard._core.verdict import LayerRow
@@ -29,7 +30,7 @@ from keras_nanguard._keras import (
     losses as keras_losses,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import Overrides, ThreadOverrides
+from keras_nanguard._keras.overrides import Overrides
 
 LAYER, LOSS, REGULARIZER = "layer", "loss", "regularizer"
 """Kinds of calls."""

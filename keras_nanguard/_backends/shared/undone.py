@@ -9,6 +9,7 @@ from functools import partial
 from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Run
 from keras_nanguard._keras import attributes as keras_attributes, variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def undone(run: Run) -> Iterator[None]:
 
     def restore_variables() -> None:
         created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
-        keras_variables.finish([*restores, *created])
+        finish([*restores, *created])
 
     replay = current.replay()
     with contextlib.ExitStack() as ending:

@@ -25,6 +25,7 @@ from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
     layers as keras_layers,
+    losses as keras_losses,
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
@@ -172,7 +173,7 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         try:
             return super()._with_retraces(call)
         except ValueError as error:
-            if self._freezes or not keras_optimizers.is_about_unknown_variable(error):
+            if self._freezes or "Unknown variable" not in str(error):  # of an optimizer
                 raise
         self._freezes = True  # a custom step trains all weights that are not frozen
         self._build()
@@ -297,7 +298,7 @@ class OneStepFunction:
             return
         before = set(map(id, model.metrics_variables))
         symbolic = keras.KerasTensor(targets.shape, targets.dtype.name)
-        keras_compiled.build_metrics(model, symbolic, output)
+        keras_losses.build_metrics(model, symbolic, output)
         for variable in model.metrics_variables:
             if id(variable) not in before:
                 self._step.run.note_created(variable.value, keras_variables.read(variable))

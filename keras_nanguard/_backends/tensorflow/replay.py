@@ -20,6 +20,7 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import CONSTANT, OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.tensorflow.intercept import Intercept, StepRecord
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import (
@@ -27,7 +28,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.overrides import ThreadOverrides
+from keras_nanguard._keras.all_or_none import finish
 
 try:
     from tensorflow.python.framework import op_callbacks
@@ -199,7 +200,7 @@ class Replay(interface.Replay):
             ):
                 yield
         finally:
-            keras_variables.finish(partial(v.assign, value) for v, value in zip(copies, old))
+            finish(partial(v.assign, value) for v, value in zip(copies, old))
 
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:

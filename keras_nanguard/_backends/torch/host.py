@@ -21,7 +21,7 @@ import torch.distributed
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.torch.modules import derives_from, is_sharded, modules_of
-from keras_nanguard._keras.arrays import waiting_for
+from keras_nanguard._core.errors import waiting_for
 
 GRACE = 5.0
 """Seconds that a process waits after a failed exchange for the others to notice it."""

@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import torch
 
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.calls import Recorder
 from keras_nanguard._backends.torch.undo_log import with_subclasses
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.losses import predicted
-from keras_nanguard._keras.overrides import Overrides, ThreadOverrides
+from keras_nanguard._keras.overrides import Overrides
 
 
 class Intercept:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.calls import Calls, Recorder
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
@@ -46,7 +47,6 @@ from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 from keras_nanguard._keras.attributes import give_back_tensors
-from keras_nanguard._keras.overrides import ThreadOverrides
 
 UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is uninitialized memory."""
@@ -234,13 +234,13 @@ _WITHOUT_ERROR = ThreadOverrides(
 )
 
 
-def _natives(variables: Iterable[Any]) -> list[Any]:
+def _natives(variables: Iterable[Any]) -> tuple[Any, ...]:
     """Return the tensors of these variables."""
     values = (getattr(v, "value", v) for v in variables)
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
-def _holders(variables: Iterable[Any]) -> list[Any]:
+def _holders(variables: Iterable[Any]) -> tuple[Any, ...]:
     """Return the tensors of these variables that have their gradients: whole ones, not shards."""
     return _natives(getattr(v, "of", v) for v in variables)
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.found_gradients import FoundGradients
 from keras_nanguard._backends.torch.outside_state import (
@@ -36,8 +37,8 @@ from keras_nanguard._backends.torch.outside_state import (
     scheduler_restorer,
     tensor_restorer,
 )
-from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.overrides import ThreadOverrides
+from keras_nanguard._keras import tensors as keras_tensors, variables as keras_variables
+from keras_nanguard._keras.all_or_none import finish
 from keras_nanguard._keras.tensors import local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,7 +76,7 @@ class Kept:
         """Restore the value, unless it is the same."""
         # Torch does not count the writes of a fused optimizer, or through `.data`.
         if self.is_written or self.differs:
-            keras_variables.write_tensor(self.tensor, self.value)
+            keras_tensors.write_tensor(self.tensor, self.value)
 
 
 class UndoLog:
@@ -217,7 +218,7 @@ class UndoLog:
         """
         tensors = [kept.give_back for kept in self.kept.values()]
         with torch.no_grad():
-            keras_variables.finish([*reversed(self._restores.values()), *tensors])
+            finish([*reversed(self._restores.values()), *tensors])
 
     def release(self) -> None:
         self.gradients.release()
