@@ -260,7 +260,7 @@ class NanGuard(keras.callbacks.Callback):
         self._warn_about_policy()
         resumed, self._loop = self._resumed_from(), session
         try:
-            with loop.watching(session, self._log, resumed):
+            with loop.watching(session, resumed):
                 yield
         finally:
             self._loop = None
@@ -426,8 +426,7 @@ class NanGuard(keras.callbacks.Callback):
                 return
             other.detach()
         self.session = self._session(model)
-        shown = (self.logs, self.diagnose)
-        self._attached = Attached(self.session, self._log, *shown, self._detach)
+        self._attached = Attached(self.session, self.logs, self.diagnose, self._detach)
         self._log.begin(self.session.run.directory, self.session.run.shown)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -439,11 +438,10 @@ class NanGuard(keras.callbacks.Callback):
         """
         from keras_nanguard._diagnose.explainer import Explainer
 
-        log = self._log
-        own = (self.functions, self.directory, self._directory_shown, log.line)
-        run = Run(model, self.policy, log.recorder, optimizers, *own)
+        own = (self.functions, self.directory, self._directory_shown)
+        run = Run(model, self.policy, self._log, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
-        session = Session(run, log.announce, explain, log.bad_rows)
+        session = Session(run, explain)
         if self.session is not None and self.session.run.model is model:
             session.follow(self.session)
         return session

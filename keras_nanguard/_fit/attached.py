@@ -15,7 +15,6 @@ from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.firewall import Firewall
 from keras_nanguard._fit.fit_logs import OWN, REFUSED, has_finite, hide_from_progress_bar, numbers
-from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.results import bad_arrays, bad_metrics, diagnosed
 from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
@@ -39,12 +38,11 @@ class Attached:
     def __init__(
         self,
         session: Session,
-        log: GuardLog,
         logs: bool,
         diagnose: bool,
         cut_short: Callable[[], None],
     ):
-        self.session, self._log = session, log
+        self.session, self._log = session, session.run.log
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
         session.run.attach(self._attachment)
@@ -166,7 +164,7 @@ class Attached:
             logs |= {key: int(logs[key]) for key in counted if key in logs}
         seen = session.logs
         self._log.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
-        self._log.line(session.bad_rows.line())
+        self._log.line(self._log.bad_rows.line())
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()

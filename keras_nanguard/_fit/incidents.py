@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,6 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
@@ -69,7 +68,6 @@ class Incidents:
     that, or waits for steps that run again.
 
     Args:
-        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -77,15 +75,8 @@ class Incidents:
         refusals: why steps were refused.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        announce: Callable[[Incident], None],
-        explain: Explainer | None,
-        bad_rows: BadRows,
-    ):
-        self._run, self._announce, self._explain = run, announce, explain
-        self._bad_rows, self._poles = bad_rows, Poles(run)
+    def __init__(self, run: Run, explain: Explainer | None):
+        self._run, self._explain, self._poles = run, explain, Poles(run)
         self.replays, self.refusals = ReplayQueue(run, self._poles), Refusals(run)
         self._waiting: list[Incident] = []
         self._unusable: Unusable = {}  # the poles that the first of these is about
@@ -263,7 +254,7 @@ class Incidents:
         poles = self._poles_of(incident)
         incident = incident.with_(values=self._known_of(incident, poles))
         report = report if ours else None  # else its rows are those of another process
-        self._bad_rows.note(incident, report)
+        self._run.log.bad_rows.note(incident, report)
         if self._explain is not None:
             bundle = self._explain.write_bundle(incident, report, evidence)
             incident = incident.with_(bundle=bundle)
@@ -308,7 +299,8 @@ class Incidents:
         if ends - {"raise_error"}:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
-        run.recording.actions(outcomes)
+        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+        run.recording.factor(run.train_state(), "; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
         if wrote or back.restored is not None:
             run.count_replacement()
@@ -327,7 +319,7 @@ class Incidents:
         if self.replays.rollbacks:
             self._waiting.append(incident)
         else:
-            self._announce(incident)
+            self._run.log.announce(incident)
 
     def end_replays(self, completed: bool) -> None:
         """Continue after the replays, and announce the incidents that have waited for them, in
@@ -342,4 +334,4 @@ class Incidents:
             self._run.save_changes()
             self._poles.pass_over_found(self._unusable)
         for incident in waiting:
-            self._announce(incident)
+            self._run.log.announce(incident)

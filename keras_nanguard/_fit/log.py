@@ -8,17 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import processes
 from keras_nanguard._core import memory
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording.database import COMMITTED, NAME
+from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, EventKind
 from keras_nanguard._report import closing_table, console
@@ -171,46 +170,17 @@ class RunLines:
 class RunRecording:
     """Records one run in a recorder, with what the recorder does not know of it.
 
-    Args:
-        train_state: returns the train state, whose variables have the current values.
-
     Attributes:
         push: records the measurements of one step; see `Recorder.push`.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        counts: Counts,
-        recovery: Recovery,
-        policy: Policy,
-        train_state: Callable[[], TrainState],
-    ):
+    def __init__(self, recorder: Recorder, counts: Counts, recovery: Recovery):
         self._recorder, self.push = recorder, recorder.push
         self._counts, self._recovery = counts, recovery
-        self._policy, self._train_state = policy, train_state
         self._factor = 1.0  # the last recorded factor of the guard on learning rates
 
-    def begin(self, model: Any, directory: str | None, resumed: int | None) -> None:
-        """Begin the recording of the fit.
-
-        Args:
-            directory: the folder that this process writes to; `None` writes nothing.
-            resumed: the step of the snapshot from which the fit resumes, if any.
-        """
-        meta = {
-            "model": str(getattr(model, "name", type(model).__name__)),
-            "backend": current.name(),
-            "versions": current.versions(),
-            "policy": self._policy.to_toml(),
-        }
-        self._recorder.begin(
-            meta,
-            scaled=any(map(keras_optimizers.is_loss_scaled, self._train_state().optimizers)),
-            path=None if directory is None else Path(directory) / NAME,
-            resumed=resumed,
-            epoch=self._counts.epoch,
-        )
+    def begin(self) -> None:
+        """Begin with the factor that a resumed run has."""
         self._factor = self._recovery.rate_factor
 
     # Steps and events
@@ -234,18 +204,13 @@ class RunRecording:
         """Record an event at the current step."""
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
-    def actions(self, outcomes: Sequence[Outcome]) -> None:
-        """Record a learning rate that an incident has changed."""
-        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        self.factor("; ".join(lowered))
-
     # Learning rates
 
-    def rate(self, ahead: bool = False) -> None:
-        """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`). A rate that is a custom function is not read.
+    def rate(self, state: TrainState, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer of a current state, for the last step or
+        for the next one (`ahead`). A rate that is a custom function is not read.
         """
-        for optimizer in filter(keras_optimizers.rate_is_pure, self._train_state().optimizers[:1]):
+        for optimizer in filter(keras_optimizers.rate_is_pure, state.optimizers[:1]):
             rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
             if rate is None:
                 return
@@ -259,11 +224,11 @@ class RunRecording:
                 data = {"before": before, "after": rate, "by": "callback"}
                 self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
-    def factor(self, change: str = "") -> None:
+    def factor(self, state: TrainState, change: str = "") -> None:
         """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
         if change or self._factor != self._recovery.rate_factor:
             self._record_factor(change)
-            self.rate(ahead=True)
+            self.rate(state, ahead=True)
 
     def _record_factor(self, text: str = "") -> None:
         before, after = self._factor, self._recovery.rate_factor

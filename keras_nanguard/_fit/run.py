@@ -18,16 +18,16 @@ from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.log import RunLines, RunRecording
+from keras_nanguard._fit.log import GuardLog, RunLines, RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, Due, RecentBatches
-from keras_nanguard._keras import variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording.recorder import Recorder
+from keras_nanguard._recording.database import NAME
 
 T = TypeVar("T")
 
@@ -55,9 +55,10 @@ class Run:
         shown: this folder as the user wrote it, for messages and for the paths of bundles.
 
     Attributes:
+        log: what the guard prints and records, in all of its fits.
         lines: prints the lines that are not about an incident.
         access: host access to the train state and to the guarded step, from the backend.
-        recorder: the recording of all fits of the guard; `recording` adds what this run knows.
+        recorder: the recording of `log`; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: when the tasks between two steps are due.
@@ -75,25 +76,22 @@ class Run:
         self,
         model: Any,
         policy: Policy,
-        recorder: Recorder,
+        log: GuardLog,
         optimizers: Any,
         functions: Mapping[str, Callable[..., Any]],
         directory: Path | None,
         shown: str | None,
-        say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.lines = functions, RunLines(say)
+        self.functions, self.log, self.lines = functions, log, RunLines(log.line)
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.shown = shown if self._scratch is None else self.directory
         self.access = StateAccess()
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
-        self.recorder = recorder
-        self.recording = RunRecording(
-            recorder, self.counts, self.recovery, policy, self.train_state
-        )
+        self.recorder = log.recorder
+        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
         self.history = History()
         self.recent = RecentBatches(self.batch_of)
         together = current.host().trains_together(model, optimizers is not None)
@@ -143,8 +141,21 @@ class Run:
         which its state was restored, if any.
         """
         self.began = True
-        own = self.directory if processes.index() == 0 else None
-        self.recording.begin(self.model, own, resumed)
+        meta = {
+            "model": str(getattr(self.model, "name", type(self.model).__name__)),
+            "backend": current.name(),
+            "versions": current.versions(),
+            "policy": self.policy.to_toml(),
+        }
+        writes = self.directory is not None and processes.index() == 0
+        self.recorder.begin(
+            meta,
+            scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
+            path=Path(self.directory or "") / NAME if writes else None,
+            resumed=resumed,
+            epoch=self.counts.epoch,
+        )
+        self.recording.begin()
 
     def stop(self, log_worst_metrics: bool) -> None:
         """End training; the epoch may have to log the worst metrics."""

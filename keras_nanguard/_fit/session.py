@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Executed
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
+from keras_nanguard._core.incident import Diagnosis, Finding, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
-from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.fit_logs import FitLogs
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
@@ -39,7 +38,6 @@ class Session:
     """The host side of the transaction: what happens before and after each step of a run.
 
     Args:
-        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -49,15 +47,9 @@ class Session:
         guard_state: the changes of the policy at the end of the fit.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        announce: Callable[[Incident], None],
-        explain: Explainer | None,
-        bad_rows: BadRows,
-    ):
-        self.run, self.logs, self.bad_rows = run, FitLogs(run.model), bad_rows
-        self.incidents = Incidents(run, announce, explain, bad_rows)
+    def __init__(self, run: Run, explain: Explainer | None):
+        self.run, self.logs = run, FitLogs(run.model)
+        self.incidents = Incidents(run, explain)
         self.tasks = Tasks(run, self.incidents)
         self.finished = self._deferred = False
         self.start = Start(run)

@@ -42,7 +42,7 @@ class Tasks:
         run = self.run
         if run.began and not run.stopped:
             with run.access.variables_readable():
-                run.recording.rate()
+                run.recording.rate(run.train_state())
         return inf
 
     def continue_changes(self) -> float:
@@ -51,7 +51,7 @@ class Tasks:
         if run.counts.last_refused:
             return run.step + 1 if run.recovery.active else inf
         left = run.recovery.after_good_step(run.counts.committed, run.train_state)
-        run.recording.factor()
+        run.recording.factor(run.train_state())
         return run.step + left
 
     def check(self) -> float | None:
@@ -60,7 +60,7 @@ class Tasks:
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
-                run.recording.rate()
+                run.recording.rate(run.train_state())
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None  # the last steps run again
