@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median, stdev
-from typing import TypeVar
 
 import numpy as np
 
@@ -56,8 +55,8 @@ MINUTE = 60.0
 seconds.
 """
 
-
-T = TypeVar("T")
+CHECK = "check for divergence"
+"""What a line says that it cannot do if a trial raises."""
 
 
 class Divergence:
@@ -89,7 +88,10 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         began, self._since = self._since, run.step
-        return self._attempt(run, lambda: self._look(run, began))
+        with run.optional(CHECK):
+            return self._look(run, began)
+        self.disable()
+        return None
 
     @np.errstate(all="ignore")
     def end(self, run: Run) -> None:
@@ -99,11 +101,10 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         if self._probation is not None and not run.stopped:
-            self._attempt(run, lambda: self._judge_action(run))
-
-    def _attempt(self, run: Run, look: Callable[[], T]) -> T | None:
-        """Return the result of trials; if one raises, disable them."""
-        return run.optional("check for divergence", look, self.disable)
+            with run.optional(CHECK):
+                self._judge_action(run)
+                return
+            self.disable()
 
     def _look(self, run: Run, began: int) -> Lost | None:
         """Look for a proof at the end of the window that began after a step."""

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
@@ -24,7 +24,7 @@ from keras_nanguard._fit.rollback import (
     plan_replay,
     restore,
 )
-from keras_nanguard._fit.run import Run, attempted
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -82,17 +82,14 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
 def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
-
-    def perform_it() -> Done | str:
-        return PERFORMERS[name](context, action)
-
-    def reason(error: Exception) -> Done | str:  # also of a user's function, a broken optimizer
-        known = isinstance(error, NotDoneError)
-        return str(error) if known else f"{type(error).__name__}: {error}"
-
-    done = attempted(perform_it, reason)
-    if isinstance(done, str):
-        return Outcome(name, "skipped", done), None
+    try:
+        done = PERFORMERS[name](context, action)
+    except StateLostError:
+        raise
+    except NotDoneError as error:
+        return Outcome(name, "skipped", str(error)), None
+    except Exception as error:  # noqa: BLE001  of a user's function, a broken optimizer
+        return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
     if name in WRITES_PARTS:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
@@ -285,12 +282,13 @@ def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
     batches = run.recent.last(p["batches"])
     if not batches:
         raise NotDoneError("no batch is in memory")
-
-    def impossible(error: Exception) -> NoReturn:
+    try:
+        estimates = reestimated(run, layers, batches)
+    except StateLostError:
+        raise
+    except Exception as error:
         why = f"the model cannot run on the arguments of a step: {type(error).__name__}: {error}"
         raise NotDoneError(str(error) if isinstance(error, GuardError) else why) from error
-
-    estimates = attempted(lambda: reestimated(run, layers, batches), impossible)
     write_all(estimates)
     source = times(len(batches), "good step")
     return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
@@ -329,17 +327,15 @@ def _restore_last_good(context: ActionContext) -> Done:
     if snapshot is None:
         return Done("there is no good state to restore")
     rerun = None if diverged else plan_replay(context, snapshot)
-
-    def restored() -> Done:
+    try:
         restore(context, snapshot, rerun)
-        again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-        return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
-
-    def failed(problem: Exception) -> Done:  # training ends all the same
+    except StateLostError:
+        raise
+    except Exception as problem:  # noqa: BLE001  training ends all the same
         why = f"not restored: {type(problem).__name__}: {problem}"
         return Done(restored_state(snapshot.moment, why))
-
-    return attempted(restored, failed)
+    again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
+    return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

@@ -16,9 +16,9 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.fit_logs import numbers
-from keras_nanguard._fit.run import attempted
 from keras_nanguard._keras import arrays as keras_arrays, fitting as keras_fitting
 
 BATCHES = 64
@@ -55,12 +55,13 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     Raises:
         StateLostError: if the variables could not be restored.
     """
-
-    def failed(error: Exception) -> Diagnosis:
+    try:
+        return _diagnosis(model, variables)
+    except StateLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
         why = f"The diagnosis failed: {type(error).__name__}: {error}"
         return Diagnosis("unknown", evidence=(why,))
-
-    return attempted(lambda: _diagnosis(model, variables), failed)
 
 
 def _diagnosis(model: Any, variables: Sequence[Any]) -> Diagnosis | None:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,22 +29,6 @@ from keras_nanguard._keras import optimizers as keras_optimizers, variables as k
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.database import NAME
-
-T = TypeVar("T")
-
-
-def attempted(do: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
-    """Return the result of a function, or if it raises, that of another one, given the exception.
-
-    Raises:
-        StateLostError: if the function does: training cannot continue then.
-    """
-    try:
-        return do()
-    except StateLostError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        return otherwise(error)
 
 
 class Run:
@@ -248,9 +233,10 @@ class Run:
         keras_variables.write_all(keras_variables.moved_seeds(self.train_state().other))
         current.host().advance_generator()
 
-    def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return the result of a check that training does not need. If it raises, return what
-        `otherwise` does: the user's model may not run this way.
+    @contextmanager
+    def optional(self, what: str = "") -> Iterator[None]:
+        """Return a context for a check that training does not need. If it raises, the context ends:
+        the user's model may not run this way.
 
         Args:
             what: what the check does, for a line "cannot ..." that is printed once; `""` for none.
@@ -258,13 +244,13 @@ class Run:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-
-        def failed(error: Exception) -> T:
+        try:
+            yield
+        except StateLostError:
+            raise
+        except Exception as error:  # noqa: BLE001
             if what:
                 self.lines.once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
-            return otherwise()
-
-        return attempted(check, failed)
 
     # The changes of the policy, for the next fit and for another process
 

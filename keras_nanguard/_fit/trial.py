@@ -196,12 +196,9 @@ def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
     Raises:
         StateLostError: if the state could not be restored after the trial.
     """
-
-    def tried_once() -> T:
-        with trial(run, rates=False) as trying:
-            return unknown if trying is None else ask(trying)
-
-    return run.optional("", tried_once, lambda: unknown)
+    with run.optional(), trial(run, rates=False) as trying:
+        return unknown if trying is None else ask(trying)
+    return unknown
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
