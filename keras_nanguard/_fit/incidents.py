@@ -112,7 +112,7 @@ class Incidents:
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
         incident, replays = self.handle(detected, report)
-        if not (self.replays.rollbacks and run.stopped):  # else no further batch follows
+        if not (self.replays.running and run.stopped):  # else no further batch follows
             self.refusals.prepare_next(incident, step, args, state)
         return replays
 
@@ -316,18 +316,20 @@ class Incidents:
 
     def _publish(self, incident: Incident) -> None:
         """Announce an incident, once the steps that are to run again have done so."""
-        if self.replays.rollbacks:
+        if self.replays.running:
             self._waiting.append(incident)
         else:
             self._run.log.announce(incident)
 
     def end_replays(self, completed: bool) -> None:
-        """Continue after the replays, and announce the incidents that have waited for them, in
-        order: first the one that has caused them.
+        """Continue after the replays, if there were any, and announce the incidents that have
+        waited for them, in order: first the one that has caused them.
 
         Args:
             completed: whether no exception has ended them.
         """
+        if not self.replays.running:
+            return
         self.replays.end(completed)
         waiting, self._waiting = self._waiting, []
         if completed:

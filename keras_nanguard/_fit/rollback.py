@@ -231,6 +231,11 @@ class ReplayQueue:
         self.rollbacks = 0
 
     @property
+    def running(self) -> bool:
+        """Whether steps run again that a rollback has undone, or are to."""
+        return self.rollbacks > 0
+
+    @property
     def goes_on(self) -> bool:
         """Whether another step is to run again. If the policy ends training in one of them, the
         state that it has restored is not trained further.
@@ -242,7 +247,7 @@ class ReplayQueue:
         batches and measurements, and replay them if they are given.
         """
         run, counts = self._run, self._run.counts
-        if rerun is not None and not self.rollbacks:
+        if rerun is not None and not self.running:
             self._stopped, self._refused = run.stopped, counts.last_refused
             self._streaks = run.recovery.policy_state
         step, every = snapshot.step, run.policy.snapshot.every

@@ -9,11 +9,10 @@ read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Executed
@@ -29,9 +28,6 @@ from keras_nanguard._recording.database import REFUSED
 
 if TYPE_CHECKING:
     from keras_nanguard._diagnose.explainer import Explainer
-
-
-T = TypeVar("T")
 
 
 class Session:
@@ -188,7 +184,8 @@ class Session:
             self._count_committed(verdict, executed.arguments)
             counts.advance()
         elif run.agreement.all_see(verdict):
-            self._then_replay(lambda: self._judge_execution(executed))
+            with self._replaying():
+                self._judge_execution(executed)
         else:
             executed = executed._replace(verdict=self.incidents.refusals.postponed(verdict))
             return self.after(executed, state_is_current=state_is_current)
@@ -196,34 +193,31 @@ class Session:
             self._run_due()
         return healthy
 
-    def _then_replay(self, act: Callable[[], T]) -> T:
-        """Call a function that may handle incidents, and return its result. Then run the steps
-        again that a rollback has undone.
+    @contextlib.contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Return a context in which incidents may be handled. At its end the steps run again that
+        rollbacks have undone, with all handling after each; each may lead to another rollback.
         """
-        replays = self.incidents.replays
-        if replays.rollbacks:  # in a step that runs again
-            return act()
+        if self.incidents.replays.running:  # in a step that runs again
+            yield
+            return
         try:
-            result = act()
-        except BaseException as error:
-            if replays.rollbacks:
-                self._replay(interrupted=not isinstance(error, NonFiniteError))
-            raise
-        if replays.rollbacks:
+            yield
+        except NonFiniteError:
             self._replay()
-        return result
+            raise
+        except BaseException:
+            self.incidents.end_replays(completed=False)
+            raise
+        self._replay()
 
-    def _replay(self, interrupted: bool = False) -> None:
-        """Run the steps again that rollbacks have undone, with all handling after each, unless an
-        exception has `interrupted` that. Each of them may lead to another rollback.
-        """
+    def _replay(self) -> None:
         replays, completed = self.incidents.replays, False
         try:
-            while replays.goes_on and not interrupted:
-                executed = replays.step()
-                if executed is not None:
+            while replays.goes_on:
+                if (executed := replays.step()) is not None:
                     self.after(executed)
-            completed = not interrupted
+            completed = True
         finally:
             self.incidents.end_replays(completed)
 
@@ -316,8 +310,9 @@ class Session:
         for name, task in TASKS.items():
             if run.step < run.due.step_of(name) or run.stopped:
                 continue
-            runs_again = self.incidents.replays.rollbacks > 0
-            coming = self._then_replay(partial(task, self.tasks))
+            runs_again = self.incidents.replays.running
+            with self._replaying():
+                coming = task(self.tasks)
             if coming is not None:
                 run.due.plan(name, coming)
             elif runs_again:
@@ -376,7 +371,8 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self._then_replay(lambda: self.incidents.handle(incident, written_outside=outside))
+                with self._replaying():
+                    self.incidents.handle(incident, written_outside=outside)
             else:
                 self.incidents.report(incident)
 

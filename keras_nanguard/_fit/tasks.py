@@ -69,7 +69,7 @@ class Tasks:
     def look_for_divergence(self) -> float | None:
         """Check whether the run is lost."""
         run, divergence = self.run, self.divergence
-        if self.incidents.replays.rollbacks:
+        if self.incidents.replays.running:
             return run.due.step_of("divergence")  # once the steps have run again
         lost = divergence.look(run)
         if lost is None:
