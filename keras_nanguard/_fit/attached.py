@@ -222,7 +222,8 @@ class Attached:
     def _announce(self, site: Site, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""
         if self.training and not findings and processes.count() == 1:  # others may not have it
-            self.session.run.recovery.count_good_result(site)
+            recovery = self.session.run.recovery
+            recovery.count(recovery.policy_state.with_good_result(site))
         if findings:
             run, diagnosis = self.session.run, None
             if self._diagnose:

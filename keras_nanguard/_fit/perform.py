@@ -128,7 +128,6 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
 
 def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     run, incident, least = context.run, context.incident, p["min_lr"]
-    undo = run.recovery.restorer()
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
@@ -136,20 +135,17 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
     if context.restart is not None:
         factor = min(factor, context.restart.rate_factor)
     changed, rebuild = [], False
-    try:
+    with run.recovery.all_or_nothing():
         for optimizer in run.train_state().optimizers:
             failed = context.rates_before.get(id(optimizer), 0.0)
             before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
             rebuild |= retrace
             if after < before:
                 changed.append((optimizer.name, f"{before:.3g} -> {after:.3g}"))
-    except BaseException:  # a schedule of the user's own may raise
-        undo()
-        raise
+        if rebuild:
+            run.rebuild()
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
-    if rebuild:
-        run.rebuild(undo)
     run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
     if len(changed) == 1:
         return Done(f"learning rate {changed[0][1]}")
@@ -166,11 +162,10 @@ def _lowered_in_vain(run: Run, incident: Incident) -> bool:
 
 
 def _clip(context: ActionContext, p: Parameters) -> Done:
-    run, undo = context.run, context.run.recovery.restorer()
-    changed, reasons = [], []
+    run, changed, reasons = context.run, [], []
     first, least = p["global_clipnorm"], p["min_clipnorm"]
     own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
-    try:
+    with run.recovery.all_or_nothing():
         for inner in map(keras_optimizers.inner, run.train_state().optimizers):
             now = inner.global_clipnorm
             tight = max(first if now is None or now > first else now * p["factor"], least)
@@ -182,25 +177,24 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
             else:
                 run.recovery.change(inner, "global_clipnorm", tight)
                 changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
-    except BaseException:  # an optimizer of the user's own may raise
-        undo()
-        raise
+        if changed:
+            run.rebuild()
     if not changed:
         raise NotDoneError(", ".join(reasons) or "there is no optimizer")
-    run.rebuild(undo)
     return Done(", ".join([*changed, *reasons]))
 
 
 def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
     run, growth, bounds = context.run, p["growth_steps"], context.run.policy.loss_scale
-    undo, changed = run.recovery.restorer(), []
+    changed = []
     scaling = [o for o in run.train_state().optimizers if keras_optimizers.scales_of(o)]
     if not scaling:
         raise NotDoneError("the model does not scale its loss")
     if growth:  # first, because compiling may fail
-        for optimizer in scaling:
-            run.recovery.change(optimizer, "dynamic_growth_steps", growth)
-        run.rebuild(undo)
+        with run.recovery.all_or_nothing():
+            for optimizer in scaling:
+                run.recovery.change(optimizer, "dynamic_growth_steps", growth)
+            run.rebuild()
     for optimizer in scaling:
         scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(keras_variables.read(scale))

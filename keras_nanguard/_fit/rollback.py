@@ -295,7 +295,7 @@ class ReplayQueue:
         """
         run, self.rollbacks = self._run, 0
         run.counts.end_replay(len(self._batches), self._refused)
-        run.recovery.continue_streaks(self._streaks)
+        run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
         self._batches.clear()
         if completed:
             run.access.sync_variables()

@@ -188,14 +188,10 @@ class Run:
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
-    def rebuild(self, undo: Callable[[], None]) -> None:
-        """Compile the step again; if that fails, undo what would be built into it."""
+    def rebuild(self) -> None:
+        """Compile the step again, because something has changed that is built into it."""
         self.rebuilds += 1
-        try:
-            self.access.rebuild()
-        except Exception:
-            undo()
-            raise
+        self.access.rebuild()
 
     def read_train_state(self) -> TrainState:
         """Return the current train state of the model."""

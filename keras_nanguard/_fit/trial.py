@@ -182,10 +182,10 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         yield None
         return
     access.sync_variables()
-    undo = run.recovery.restorer()
-    for optimizer in train_state.optimizers if rates else ():
-        if run.recovery.rate(optimizer).make_adjustable():
-            run.rebuild(undo)
+    with run.recovery.all_or_nothing():
+        for optimizer in train_state.optimizers if rates else ():
+            if run.recovery.rate(optimizer).make_adjustable():
+                run.rebuild()
     with without_faults(run.model) as again, undone(run):
         yield Trial(run, again)
 
