@@ -33,8 +33,8 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.variables import write_all
-
-Parameters = Mapping[str, Any]
+from keras_nanguard._policy import actions
+from keras_nanguard._policy.decide import PlannedRollback, action_of
 
 
 class NotDoneError(Exception):
@@ -79,11 +79,11 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
     return tuple(outcomes), back
 
 
-def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
+def _attempt(context: ActionContext, action: Mapping[str, Any]) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
     try:
-        done = PERFORMERS[name](context, action)
+        done = PERFORMERS[name](context, action_of(action))
     except StateLostError:
         raise
     except NotDoneError as error:
@@ -105,17 +105,17 @@ def _rates(run: Run) -> dict[int, float]:
 # The actions
 
 
-def _roll_back(context: ActionContext, p: Parameters) -> Done:
+def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
     run = context.run
     if context.has_restored:
         raise NotDoneError("an earlier action has restored a state")
-    wanted = before_onset(context) if p["before_onset"] else run.ring.newest(p["depth"])
+    wanted = before_onset(context) if p.before_onset else run.ring.newest(p.depth)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
-    rerun = plan_replay(context, snapshot) if p["replay_steps"] else None
+    rerun = plan_replay(context, snapshot) if p.replay_steps else None
     undone = restore(context, snapshot, rerun, reseed=rerun is None)
-    skip = int(p["skip_batches"])
+    skip = p.skip_batches
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
@@ -126,12 +126,12 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{back}; {lost}{also}", snapshot)
 
 
-def _lower_lr(context: ActionContext, p: Parameters) -> Done:
-    run, incident, least = context.run, context.incident, p["min_lr"]
+def _lower_lr(context: ActionContext, p: actions.LowerLr) -> Done:
+    run, incident, least = context.run, context.incident, p.min_lr
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
-    factor = float(p["factor"])
+    factor = p.factor
     if context.restart is not None:
         factor = min(factor, context.restart.rate_factor)
     changed, rebuild = [], False
@@ -146,7 +146,7 @@ def _lower_lr(context: ActionContext, p: Parameters) -> Done:
             run.rebuild()
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
-    run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
+    run.recovery.lowered(run.counts.committed, incident.diverged, p.recover_after)
     if len(changed) == 1:
         return Done(f"learning rate {changed[0][1]}")
     return Done(f"learning rate of {', '.join(f'{name}: {rates}' for name, rates in changed)}")
@@ -161,14 +161,14 @@ def _lowered_in_vain(run: Run, incident: Incident) -> bool:
     return incident.refused and before_update and not tried
 
 
-def _clip(context: ActionContext, p: Parameters) -> Done:
+def _clip(context: ActionContext, p: actions.Clip) -> Done:
     run, changed, reasons = context.run, [], []
-    first, least = p["global_clipnorm"], p["min_clipnorm"]
+    first, least = p.global_clipnorm, p.min_clipnorm
     own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
     with run.recovery.all_or_nothing():
         for inner in map(keras_optimizers.inner, run.train_state().optimizers):
             now = inner.global_clipnorm
-            tight = max(first if now is None or now > first else now * p["factor"], least)
+            tight = max(first if now is None or now > first else now * p.factor, least)
             if inner.clipnorm or inner.clipvalue:
                 reasons.append(f"{inner.name} {own}")
             elif now is not None and tight >= now:
@@ -184,8 +184,8 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
     return Done(", ".join([*changed, *reasons]))
 
 
-def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
-    run, growth, bounds = context.run, p["growth_steps"], context.run.policy.loss_scale
+def _fix_loss_scale(context: ActionContext, p: actions.FixLossScale) -> Done:
+    run, growth, bounds = context.run, p.growth_steps, context.run.policy.loss_scale
     changed = []
     scaling = [o for o in run.train_state().optimizers if keras_optimizers.scales_of(o)]
     if not scaling:
@@ -198,7 +198,7 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
     for optimizer in scaling:
         scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(keras_variables.read(scale))
-        start = p["reset_to"] if p["reset_to"] is not None else before
+        start = p.reset_to if p.reset_to is not None else before
         start = optimizer.initial_scale if math.isnan(start) else start
         after = min(max(start, bounds.floor), bounds.ceiling)
         fresh = np.zeros_like(keras_variables.read(counter))
@@ -209,8 +209,8 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
     return Done(", ".join(changed))
 
 
-def _repair(context: ActionContext, p: Parameters) -> Done:
-    run, source, state = context.run, p["source"], context.run.train_state()
+def _repair(context: ActionContext, p: actions.Repair) -> Done:
+    run, source, state = context.run, p.source, context.run.train_state()
     whole = (*state.trainable, *state.statistics, *state.slots)
     accepts = run.state_check.accepts
     bad = [v for v in whole if not accepts(v, keras_variables.view(v))]
@@ -254,11 +254,11 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     return first
 
 
-def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
+def _reset_batchnorm(context: ActionContext, p: actions.ResetBatchnorm) -> Done:
     values = initial_statistics(keras_layers.batchnorms(context.run.model))
     if not values:
         raise NotDoneError("the model has no BatchNormalization")
-    if p["source"] == "last_good":
+    if p.source == "last_good":
         good = _source(context, "last_good", [v for v, _ in values])
         values = [(v, good.get(id(v))) for v, _ in values]
         if any(value is None for _, value in values):
@@ -267,13 +267,13 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{times(len(values), 'statistic')} reset")
 
 
-def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
+def _recalibrate_batchnorm(context: ActionContext, p: actions.RecalibrateBatchnorm) -> Done:
     run, layers = context.run, learning(context.run.model)
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
     if not runs_alone(run.model):
         raise NotDoneError("a batch is spread over several devices or processes")
-    batches = run.recent.last(p["batches"])
+    batches = run.recent.last(p.batches)
     if not batches:
         raise NotDoneError("no batch is in memory")
     try:
@@ -288,13 +288,13 @@ def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
 
 
-def _reset_slots(context: ActionContext, p: Parameters) -> Done:
+def _reset_slots(context: ActionContext, p: actions.ResetSlots) -> Done:
     run = context.run
     slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # no step counts
-    if p["scope"] == "bad":
+    if p.scope == "bad":
         slots = [v for v in slots if not keras_variables.is_finite(v)]
     if not slots:
-        raise NotDoneError("no slot is bad" if p["scope"] == "bad" else "there is no slot")
+        raise NotDoneError("no slot is bad" if p.scope == "bad" else "there is no slot")
     first = _first_slots(run)
     if any(id(variable) not in first for variable in slots):
         raise NotDoneError("a new optimizer of this configuration has other slots")
@@ -302,9 +302,9 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{times(len(slots), 'slot')} reset")
 
 
-def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
+def _ended(context: ActionContext, p: actions.Ending, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
-    restores = p["restore"]
+    restores = p.restore
     done = _restore_last_good(context) if restores else Done("no state is restored")
     return done._replace(text=ended(how, done.text, *_rates_left(context.run, restores)))
 
@@ -357,8 +357,8 @@ def _shown(rate: Rate) -> str:
     return "an unknown value" if value is None else f"{value:.3g}"
 
 
-def _call(context: ActionContext, p: Parameters) -> Done:
-    name, functions = p["function"], context.run.functions
+def _call(context: ActionContext, p: actions.Call) -> Done:
+    name, functions = p.function, context.run.functions
     if name not in functions:
         names = ", ".join(sorted(functions)) or "none"
         raise NotDoneError(f"no function is registered as {name!r} (registered: {names})")
@@ -366,7 +366,7 @@ def _call(context: ActionContext, p: Parameters) -> Done:
     return Done("" if result is None else str(result))
 
 
-PERFORMERS: dict[str, Callable[[ActionContext, Parameters], Done]] = {
+PERFORMERS: dict[str, Callable[[ActionContext, Any], Done]] = {
     "skip": lambda context, p: Done("the step was skipped; the state did not change"),
     "rollback": _roll_back,
     "lower_lr": _lower_lr,
@@ -376,7 +376,7 @@ PERFORMERS: dict[str, Callable[[ActionContext, Parameters], Done]] = {
     "reset_batchnorm": _reset_batchnorm,
     "recalibrate_batchnorm": _recalibrate_batchnorm,
     "reset_slots": _reset_slots,
-    "warn": lambda context, p: Done(str(p.get("message", ""))),
+    "warn": lambda context, p: Done(p.message),
     "stop": partial(_ended, how="training stops"),
     "raise_error": partial(_ended, how="NonFiniteError is raised"),
     "call": _call,
