@@ -20,7 +20,7 @@ from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.poles import Poles
+from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
@@ -213,7 +213,8 @@ class ReplayQueue:
     """The steps of one run that rollbacks have undone, and that are still to run again.
 
     A rollback moves the time of the run back at once, so state and counts always fit together.
-    `Session` runs the steps again once everything about the incident is done.
+    `Session` runs the steps again once everything about the incident is done. Until then the
+    incident waits, and those of the steps that run again wait for it.
 
     Args:
         poles: the poles of its schedules, which are passed over.
@@ -228,6 +229,8 @@ class ReplayQueue:
         self._metrics: list[tuple[Any, Any]] = []
         self._stopped = self._refused = False
         self._streaks = PolicyState()
+        self._unusable: Unusable = {}
+        self._waiting: list[Incident] = []
         self.rollbacks = 0
 
     @property
@@ -242,14 +245,24 @@ class ReplayQueue:
         """
         return bool(self._batches) and (self._stopped or not self._run.stopped)
 
-    def go_back(self, snapshot: Snapshot, rerun: Rerun | None) -> None:
+    def announce(self, incident: Incident) -> None:
+        """Announce an incident, once the steps that are to run again have done so."""
+        if self.running:
+            self._waiting.append(incident)
+        else:
+            self._run.log.announce(incident)
+
+    def go_back(self, snapshot: Snapshot, rerun: Rerun | None, poles: Unusable) -> None:
         """Continue from a snapshot that was restored: remove the steps since then from counts,
         batches and measurements, and replay them if they are given.
+
+        Args:
+            poles: those that the incident is about, to be passed over after the replays.
         """
         run, counts = self._run, self._run.counts
         if rerun is not None and not self.running:
             self._stopped, self._refused = run.stopped, counts.last_refused
-            self._streaks = run.recovery.policy_state
+            self._streaks, self._unusable = run.recovery.policy_state, poles
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
         counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
@@ -288,11 +301,14 @@ class ReplayQueue:
         return None
 
     def end(self, completed: bool) -> None:
-        """Continue after the last step of the replays, as if there had been none.
+        """Continue after the last step of the replays, if there were any, as if there had been
+        none, and announce the incidents in order: first the one that has caused them.
 
         Args:
             completed: whether no exception has ended them.
         """
+        if not self.running:
+            return
         run, self.rollbacks = self._run, 0
         run.counts.end_replay(len(self._batches), self._refused)
         run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
@@ -301,6 +317,10 @@ class ReplayQueue:
             run.access.sync_variables()
             for variable, value in self._metrics:
                 keras_variables.write(variable, value)
+            run.save_changes()
+            self._poles.pass_over_found(self._unusable)
+        while self._waiting:
+            run.log.announce(self._waiting.pop(0))
 
     def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back

@@ -207,7 +207,7 @@ class Session:
             self._replay()
             raise
         except BaseException:
-            self.incidents.end_replays(completed=False)
+            self.incidents.replays.end(completed=False)
             raise
         self._replay()
 
@@ -219,7 +219,7 @@ class Session:
                     self.after(executed)
             completed = True
         finally:
-            self.incidents.end_replays(completed)
+            replays.end(completed)
 
     def _judge_execution(self, executed: Executed) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
