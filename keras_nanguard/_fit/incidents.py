@@ -127,7 +127,7 @@ class Incidents:
         if not findings:
             return None
         run.recording.step(verdict)
-        report = Report(verdict, (), (), run.batch_of(arguments))
+        report = Report(verdict, (), (), run.recent.as_given(arguments))
         return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
     def observed(self, verdict: Verdict, report: Report | None) -> bool:

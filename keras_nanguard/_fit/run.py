@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
-from keras_nanguard._backends.shared.batches import takes_iterator
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
@@ -72,13 +71,12 @@ class Run:
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.shown = shown if self._scratch is None else self.directory
-        self.access = StateAccess()
+        self.attach(StateAccess())
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
         self.recorder = log.recorder
         self.recording = RunRecording(self.recorder, self.counts, self.recovery)
         self.history = History()
-        self.recent = RecentBatches(self.batch_of)
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self._folder = self._snapshot_folder()
@@ -118,8 +116,7 @@ class Run:
         """Run the steps from now on through this access. A replay would run the earlier batches
         through it, too, so they are forgotten.
         """
-        self.access = access
-        self.recent.release()
+        self.access, self.recent = access, RecentBatches(access)
 
     def begin(self, resumed: int | None) -> None:
         """Begin to record the run before its first step; `resumed` is the step of the snapshot from
@@ -166,20 +163,10 @@ class Run:
         """Whether steps can run again, without a change of something that snapshots do not have."""
         return self.can_run_again and not self.access.transaction.learned.changes_outside
 
-    def batch_of(self, arguments: Any) -> Any:
-        """Return the arguments of a step as they were given; `None` if they are gone, as is what
-        an iterator among them has yielded.
-
-        Args:
-            arguments: those that the step has returned.
-        """
-        gone = arguments is None or takes_iterator(arguments)
-        return None if gone else self.access.transaction.batch(arguments)
-
     def replayable(self, arguments: Any) -> Any:
-        """Return the same as `batch_of`, but `None` if the step cannot be replayed."""
+        """Return the same as `RecentBatches.as_given`, but `None` if the step cannot be replayed."""
         gone = processes.count() > 1 or not self.can_run_again
-        return None if gone else self.batch_of(arguments)
+        return None if gone else self.recent.as_given(arguments)
 
     # The train state
 
