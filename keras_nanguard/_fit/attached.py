@@ -130,7 +130,9 @@ class Attached:
         session.tasks.read_rate()
         if isinstance(logs, dict):
             if not run.counts.idle:
-                self._tell_of_metrics(logs)
+                bad = [f for f in bad_metrics(logs) if not f.path.startswith("val_")]
+                # A bad step of a policy that refuses nothing may have made it so, and was reported.
+                self._tell_of_metrics(bad if run.refuses else [])
             else:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
             if run.logs_worst_metrics:
@@ -138,21 +140,15 @@ class Attached:
             self._add_own(logs)
         yield
 
-    def _tell_of_metrics(self, logs: Mapping[str, Any]) -> None:
-        """Print a line about each training metric that is not finite, once in a fit. No step was
-        bad, so it is no incident.
+    def _tell_of_metrics(self, bad: list[Finding], prefix: str = "") -> None:
+        """Print a line about each metric that is not finite, once in a fit. The loss is finite, so
+        it is no incident.
         """
-        if not self.session.run.refuses:  # then a bad step may have made it so, and was reported
-            return
-        for finding in bad_metrics(logs):
-            if not finding.path.startswith("val_"):
-                self._tell_of_metric(finding.path, finding.value)
-
-    def _tell_of_metric(self, name: str, value: float | None) -> None:
         run = self.session.run
         at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
-        line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
-        run.lines.once(f"the metric {name}", line)
+        for name, value in ((prefix + finding.path, finding.value) for finding in bad):
+            line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
+            run.lines.once(f"the metric {name}", line)
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -200,9 +196,7 @@ class Attached:
         """
         bad = bad_metrics(logs)
         if has_finite(logs, "loss"):
-            prefix = "val_" if self.training else ""
-            for finding in bad:
-                self._tell_of_metric(prefix + finding.path, finding.value)
+            self._tell_of_metrics(bad, "val_" if self.training else "")
             bad = []
         self._announce("validation", bad)
         if self.training and not bad and self._diagnose:

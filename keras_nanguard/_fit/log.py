@@ -195,11 +195,6 @@ class RunRecording:
         measured = (verdict.loss, verdict.gradients, verdict.scale)
         self.push(self._counts.step, *measured, status)
 
-    def undo(self, step: int, again: Collection[int], text: str, data: Any) -> None:
-        """Record a rollback: the steps from this one on are undone, and some of them run again."""
-        self._recorder.undo(step, again)
-        self.event("rollback", text, data)
-
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)

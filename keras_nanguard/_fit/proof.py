@@ -263,7 +263,9 @@ class _Trials:
         exchanged = self._start_exchanged
         own = [start.losses[number] for number in exchanged]
         if not exchanged or np.allclose(list(exchanged.values()), own, rtol=EXACT):
-            return [math.inf] * len(start.losses) if self._has_stepped(start) else start.losses
+            (optimizer,) = self._run.train_state().optimizers
+            counted = start.state.get(id(keras_optimizers.iterations(optimizer)), 0)
+            return [math.inf] * len(start.losses) if counted > 0 else start.losses
         losses = [exchanged.get(number, loss) for number, loss in enumerate(start.losses)]
         return losses if clearly_lower(start.losses, losses) else start.losses
 
@@ -271,11 +273,6 @@ class _Trials:
     def _start_exchanged(self) -> dict[int, float]:
         """The losses of the first state with the inputs of another batch."""
         return self._exchanged(self._start.state, self._start.losses)
-
-    def _has_stepped(self, arm: _Arm) -> bool:
-        """Whether the optimizer has counted steps before a state."""
-        (optimizer,) = self._run.train_state().optimizers
-        return bool(arm.state.get(id(keras_optimizers.iterations(optimizer)), 0) > 0)
 
     def _is_well_explained(self, arm: _Arm) -> bool:
         """Whether a tenth of the loss depends on the inputs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
@@ -113,7 +114,9 @@ class Refusals:
             again = step - 1 == self._unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
-                run.advance_generators()  # else the next step draws the same noise once more
+                # Else the next step draws the same noise once more.
+                keras_variables.write_all(keras_variables.moved_seeds(run.train_state().other))
+                current.host().advance_generator()
             self._unexplained = step
         if incident.diverged:
             self._diverged = state

@@ -172,14 +172,19 @@ def restore(
         StateLostError: if neither the snapshot nor the previous state could be written completely.
         Exception: if the snapshot could not be written; the model has the previous state.
     """
-    run, step, undone = context.run, snapshot.step, _committed_since(context, snapshot)
+    run, incident, step = context.run, context.incident, snapshot.step
+    bad = any(finding.kind == "nonfinite" for finding in incident.findings)
+    # A step may have committed, but not count as good.
+    uncounted = not incident.refused and context.report is not None and bad
+    undone = run.counts.good - snapshot.good + uncounted
     _write(run, snapshot, replays=rerun is not None, reseed=reseed)
     run.ring.forget_after(step)
     batches = enumerate(rerun.batches, step) if rerun is not None else ()
     again = frozenset(number for number, args in batches if args is not None)
     data = {"to": step, "undone": undone, "run_again": len(again)}
     then = f"; {len(again)} steps replayed" if again else ""
-    run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
+    run.recorder.undo(step, again)
+    run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
     return undone
 
 
@@ -198,15 +203,6 @@ def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         current.host().set_generator_state(snapshot.generator)
     elif reseed:
         current.host().advance_generator()
-
-
-def _committed_since(context: ActionContext, snapshot: Snapshot) -> int:
-    """Return how many steps have committed since a snapshot."""
-    incident = context.incident
-    bad = any(finding.kind == "nonfinite" for finding in incident.findings)
-    # A step may have committed, but not count as good.
-    uncounted = not incident.refused and context.report is not None and bad
-    return context.run.counts.good - snapshot.good + uncounted
 
 
 class ReplayQueue:

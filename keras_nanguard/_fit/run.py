@@ -24,7 +24,7 @@ from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, Due, RecentBatches
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.database import NAME
@@ -164,7 +164,7 @@ class Run:
         return self.can_run_again and not self.access.transaction.learned.changes_outside
 
     def replayable(self, arguments: Any) -> Any:
-        """Return the same as `RecentBatches.as_given`, but `None` if the step cannot be replayed."""
+        """Return what `RecentBatches.as_given` does; `None` if the step cannot be replayed."""
         gone = processes.count() > 1 or not self.can_run_again
         return None if gone else self.recent.as_given(arguments)
 
@@ -210,11 +210,6 @@ class Run:
         if not self.began:
             self.state_check.tolerate(train_state, self.model)
         return self.state_check.scan(train_state, before)
-
-    def advance_generators(self) -> None:
-        """Advance every random generator of the model: the next step draws other numbers."""
-        keras_variables.write_all(keras_variables.moved_seeds(self.train_state().other))
-        current.host().advance_generator()
 
     @contextmanager
     def optional(self, what: str = "") -> Iterator[None]:

@@ -210,19 +210,12 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
     if math.inf in others:
         return True
     differences = [b - a for a, b in zip(losses, others, strict=True)]
-    mean, lower = fmean(differences), sum(d > 0.0 for d in differences)
-    if mean > 0.0 and _sign_test(lower, len(differences)):
-        return True
-    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return mean > STANDARD_ERRORS * error
-
-
-def _sign_test(lower: int, pairs: int) -> bool:
-    """Whether so many of the pairs have a positive difference by chance only once in a thousand
-    times.
-    """
+    pairs, mean, lower = len(differences), fmean(differences), sum(d > 0.0 for d in differences)
     ways = sum(math.comb(pairs, count) for count in range(lower, pairs + 1))
-    return bool(ways <= SIGNIFICANCE * 2**pairs)
+    if mean > 0.0 and ways <= SIGNIFICANCE * 2**pairs:
+        return True
+    error = stdev(differences) / math.sqrt(pairs) if pairs > 1 else 0.0
+    return mean > STANDARD_ERRORS * error
 
 
 def _room(run: Run, rates: bool) -> bool:
