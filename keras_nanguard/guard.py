@@ -120,7 +120,7 @@ class NanGuard(keras.callbacks.Callback):
         self._attached: Attached | None = None
         self._loop: Session | None = None
         self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
-        self._resumed = self._names_missing = False
+        self._may_resume, self._names_missing = True, False
 
     # What a user reads
 
@@ -476,9 +476,9 @@ class NanGuard(keras.callbacks.Callback):
 
     def _resumed_from(self, steps: int | None = None) -> Resumed | None:
         """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
-        if self.directory is None or not self.resume or self._resumed:
+        if self.directory is None or not (self.resume and self._may_resume):
             return None
-        self._resumed = True
+        self._may_resume = False
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.require_agreement(-1 if found is None else found.record.step, what)
@@ -489,8 +489,7 @@ class NanGuard(keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: everything except the fit."""
         of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
-        flags = dict.fromkeys(("_resumed", "_names_missing"), False)
-        return {**vars(self), **of_fit, **flags}
+        return {**vars(self), **of_fit, "_may_resume": True, "_names_missing": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Read a pickle. A relative directory is one of the process that reads it."""
@@ -507,11 +506,11 @@ class NanGuard(keras.callbacks.Callback):
         """
         made = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(shared): shared for shared in (self.functions, self.sample_ids)}
-        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _resumed=True)
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _may_resume=False)
         return made
 
 
-def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
+def guard_every_step(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
     """Guard every step of a `NanGuardModel`, within a fit or not: create its train function.
 
     Args:

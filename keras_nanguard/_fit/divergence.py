@@ -89,7 +89,20 @@ class Divergence:
         """
         began, self._since = self._since, run.step
         with run.optional(CHECK):
-            return self._look(run, began)
+            if self._probation is not None:
+                self._judge_action(run)
+                return None
+            if run.counts.rollbacks != self._rollbacks:
+                self._rollbacks = run.counts.rollbacks
+                self._schedule.restart()
+            if not (self._can_compare(run) and self._schedule.end_window(run, began)):
+                return None
+            result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
+            if isinstance(result, Lost):
+                self._probation = result
+                return result
+            self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
+            return None
         self.disable()
         return None
 
@@ -105,25 +118,6 @@ class Divergence:
                 self._judge_action(run)
                 return
             self.disable()
-
-    def _look(self, run: Run, began: int) -> Lost | None:
-        """Look for a proof at the end of the window that began after a step."""
-        if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks = run.counts.rollbacks
-            self._schedule.restart()
-        if self._probation is not None:
-            self._judge_action(run)
-            return None
-        if not self._can_compare(run):
-            return None
-        if not self._schedule.end_window(run, began):
-            return None
-        result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
-        if isinstance(result, Lost):
-            self._probation = result
-            return result
-        self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
-        return None
 
     def disable(self) -> None:
         """Do not check again."""

@@ -23,10 +23,7 @@ from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
 from keras_nanguard._fit.rollback import ActionContext, LowerRateRestart, ReplayQueue
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-)
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
