@@ -148,7 +148,7 @@ class Attached:
         at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
         for name, value in ((prefix + finding.path, finding.value) for finding in bad):
             line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
-            run.lines.once(f"the metric {name}", line)
+            run.say_once(f"the metric {name}", line)
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""

@@ -123,12 +123,13 @@ class Divergence:
         """Do not check again."""
         self._probation, self.enabled = None, False
 
-    def acted(self, run: Run) -> None:
-        """Begin the probation of the action, if one was done."""
+    def acted(self, run: Run) -> float:
+        """Begin the probation of the action, if one was done; return the step of the next check."""
         if self._probation is not None:
             _write(run, self._probation.settings)
         self._schedule.restart()
         self._rollbacks = run.counts.rollbacks
+        return self.next_look(run.step)
 
     def _can_compare(self, run: Run) -> bool:
         """Whether states can be compared here by the loss, and training minimizes it."""
@@ -162,7 +163,7 @@ class Divergence:
         run.plan_changes()
         run.ring.forget_after(probation.restart.step)
         run.recent.restart()
-        run.lines.say(
+        run.log.line(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
         )
 

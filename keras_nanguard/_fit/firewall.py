@@ -72,7 +72,7 @@ class Firewall:
             where = kwargs.get("filepath", args[0] if args else "")
             run.recording.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
-            run.lines.say(f"NanGuard: did not save {where}: {why}")
+            run.log.line(f"NanGuard: did not save {where}: {why}")
             return None
 
         return guarded

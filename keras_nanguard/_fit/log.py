@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import memory
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
@@ -141,30 +140,6 @@ def _details(directory: str | None) -> str:
     if directory is None:
         return 'guard.report("run.html")'
     return f"keras-nanguard report {shlex.quote(directory)} -o run.html"
-
-
-class RunLines:
-    """Prints the lines of one run that are not about an incident.
-
-    Args:
-        say: prints a line.
-    """
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
-        self._said = set[str]()
-
-    def once(self, subject: str, line: str) -> None:
-        """Print a line, unless one about this subject was printed in this run."""
-        if subject not in self._said:
-            self._said.add(subject)
-            self.say(line)
-
-    def lacks_memory(self, what: str, size: float) -> None:
-        """Print once that a copy of this many bytes does not fit, and the consequence."""
-        needed, free = memory.readable(size), memory.readable(memory.room())
-        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
-        self.once(what, line)
 
 
 class RunRecording:

@@ -157,7 +157,7 @@ class Start:
         if theirs is not None and theirs > resuming.epoch:
             resuming = replace(resuming, epoch=theirs, batch=0, with_state=False)
         self.resuming, self._settled = resuming, True
-        run.lines.say(resuming.sentence(self._epochs))
+        run.log.line(resuming.sentence(self._epochs))
         if resuming.with_state:
             keras_fitting.begin_at(run.model, resuming.epoch)
             if resuming.leaves_nothing_of(self._epochs):

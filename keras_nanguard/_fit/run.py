@@ -14,11 +14,12 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.log import GuardLog, RunLines, RunRecording
+from keras_nanguard._fit.log import GuardLog, RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
@@ -40,7 +41,6 @@ class Run:
 
     Attributes:
         log: what the guard prints and records, in all of its fits.
-        lines: prints the lines that are not about an incident.
         access: host access to the train state and to the guarded step, from the backend.
         recorder: the recording of `log`; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
@@ -67,7 +67,7 @@ class Run:
         shown: str | None,
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.log, self.lines = functions, log, RunLines(log.line)
+        self.functions, self.log, self._said = functions, log, set[str]()
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.shown = shown if self._scratch is None else self.directory
@@ -95,7 +95,7 @@ class Run:
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return SnapshotFolder(self.directory, self.lines.once)
+        return SnapshotFolder(self.directory, self.say_once)
 
     @property
     def step(self) -> int:
@@ -228,7 +228,19 @@ class Run:
             raise
         except Exception as error:  # noqa: BLE001
             if what:
-                self.lines.once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
+                self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
+
+    def say_once(self, subject: str, line: str) -> None:
+        """Print a line, unless one about this subject was printed in this run."""
+        if subject not in self._said:
+            self._said.add(subject)
+            self.log.line(line)
+
+    def say_lacks_memory(self, what: str, size: float) -> None:
+        """Print once that a copy of this many bytes does not fit, and the consequence."""
+        needed, free = memory.readable(size), memory.readable(memory.room())
+        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
+        self.say_once(what, line)
 
     # The changes of the policy, for the next fit and for another process
 

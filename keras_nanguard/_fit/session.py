@@ -80,14 +80,8 @@ class Session:
         return healthy and not self._has_to_act and run.step + 1 < run.due.next
 
     def skip_batches(self, iterator: Iterator[Any], most: int, whole: bool = False) -> int:
-        """Take the next batches that are to be skipped; return their number.
-
-        Args:
-            most: the maximum.
-            whole: whether all of these are skipped if one of them is.
-
-        Returns:
-            The number, 0 if none are to be skipped, or if the data has ended.
+        """Take the next batches that are to be skipped; return their number; for `most` and `whole`
+        see `interface.Session`.
         """
         counts, skipped = self.run.counts, 0
         due = counts.skip_batches
@@ -347,7 +341,7 @@ class Session:
         """
         remedy = f"End the loop if {whose}.stopped is true."
         line = f"NanGuard: training has ended, so steps since then have no effect. {remedy}"
-        self.run.lines.once("steps without effect", line)
+        self.run.say_once("steps without effect", line)
 
     def seen_outside(
         self,
@@ -379,7 +373,7 @@ class Session:
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
         if problem := self.run.recorder.problem():
-            self.run.lines.say(f"NanGuard: {problem}")
+            self.run.log.line(f"NanGuard: {problem}")
 
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""

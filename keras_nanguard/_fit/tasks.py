@@ -77,19 +77,14 @@ class Tasks:
         incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
         if not any(ACTIONS[name].changes for name in incident.changes):
             divergence.disable()
-        return None if replays else self._after_action()
-
-    def _after_action(self) -> float:
-        """Continue to check after the action for a divergence."""
-        self.divergence.acted(self.run)
-        return self.divergence.next_look(self.run.step)
+        return None if replays else divergence.acted(run)
 
     def after_replays(self, name: Task) -> None:
         """Plan a task that has led to a rollback, once the undone steps have run again."""
         if name == "checks":
             self.run.due.plan(name, self.monitors.next_look(self.run.step))
         elif name == "divergence":
-            self.run.due.plan(name, self._after_action())
+            self.run.due.plan(name, self.divergence.acted(self.run))
 
     def verify_snapshots(self) -> float:
         """Mark the snapshots after which enough steps were good."""
@@ -132,7 +127,7 @@ class Tasks:
             obstacle = run.ring.take(fresh, state, run.state_check.accepts)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
-            run.lines.lacks_memory(f"no snapshot{which}", size_of(state.kept))
+            run.say_lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
             incident, replays = self.incidents.handle(incident_of(run, bad))

@@ -228,5 +228,5 @@ def _room(run: Run, rates: bool) -> bool:
     if memory.room_for(size):
         return True
     if rates:
-        run.lines.lacks_memory("cannot test other learning rates", size)
+        run.say_lacks_memory("cannot test other learning rates", size)
     return False
