@@ -216,24 +216,20 @@ class Recovery:
         for rate in self.rates.values():
             rate.hold()
 
-    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> float:
+    def after_good_step(self, committed: int, train_state: TrainState) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
         good; return the number of further steps until something may be due, infinity for never.
-
-        Args:
-            train_state: returns the train state, whose variables have the current values.
         """
         left = math.inf
         if self.lowering.recover_after:
             left = self.lowering.recover_after - (committed - self.lowered_at)
             if left <= 0:
-                train_state()
                 for rate in self.rates.values():
                     rate.restore(1.0)
                 self.keep_rates()
                 left = math.inf
         if self.scale_bounds is not None:
-            left = min(left, _keep_scales(train_state(), *self.scale_bounds))
+            left = min(left, _keep_scales(train_state, *self.scale_bounds))
         return left
 
     # Rollbacks

@@ -144,10 +144,9 @@ def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
     """
     run, incident = context.run, context.incident
     ends = incident.decision is not None and incident.decision.terminal
-    if context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS):
+    stays = context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS)
+    if stays or (not run.step and context.report is None):  # no step has run
         return run.agreement.rerun(None)
-    if not run.step and context.report is None:
-        return run.agreement.rerun(None)  # no step has run
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
     by_step = not (incident.refused or context.written_outside)
     if run.can_run_again and by_step and (ends or bad):

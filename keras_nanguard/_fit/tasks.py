@@ -50,8 +50,9 @@ class Tasks:
         run = self.run
         if run.counts.last_refused:
             return run.step + 1 if run.recovery.active else inf
-        left = run.recovery.after_good_step(run.counts.committed, run.train_state)
-        run.recording.factor(run.train_state())
+        state = run.train_state()
+        left = run.recovery.after_good_step(run.counts.committed, state)
+        run.recording.factor(state)
         return run.step + left
 
     def check(self) -> float | None:

@@ -120,22 +120,11 @@ class Trial:
                 return None
         return {id(v): keras_variables.read(v) for v in self._variables}
 
-    def is_finite_at(self, loss_scale: float, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is finite at another loss scale."""
-        self._load(self.present)
-        for scale, _ in self._run.train_state().scales:
-            keras_variables.write(scale, np.asarray(loss_scale, str(scale.dtype)))
-        return math.isfinite(self._step(args))
-
-    def is_bad_by_noise(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is bad, and finite with other random
-        numbers.
+    def is_finite(self, args: Sequence[Any], others: State | None = None) -> bool:
+        """Return whether a step from the current state, with some `others` of its values, is
+        finite.
         """
-        self._load(self.present)
-        if math.isfinite(self._step(args)):
-            return False
-        moved = keras_variables.moved_seeds(self._run.train_state().other)
-        self._load({**self.present, **{id(v): value for v, value in moved}})
+        self._load({**self.present, **(others or {})})
         return math.isfinite(self._step(args))
 
     def _load(self, state: State) -> None:
