@@ -35,13 +35,7 @@ class Attached:
         training: whether it is a fit that has begun.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        logs: bool,
-        diagnose: bool,
-        cut_short: Callable[[], None],
-    ):
+    def __init__(self, session: Session, logs: bool, diagnose: bool, cut_short: Callable[[], None]):
         self.session, self._log = session, session.run.log
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)

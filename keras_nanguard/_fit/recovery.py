@@ -211,11 +211,6 @@ class Recovery:
         """Number of committed steps when the rate was last lowered, 0 if it never was."""
         return self.lowering.at or 0
 
-    def hold_rates(self) -> None:
-        """Keep lowered rates lowered before an execution."""
-        for rate in self.rates.values():
-            rate.hold()
-
     def after_good_step(self, committed: int, train_state: TrainState) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
         good; return the number of further steps until something may be due, infinity for never.

@@ -110,7 +110,8 @@ class Session:
             current.host().set_generator_state(self._generators)
             self._generators = None
         if reads:
-            recovery.hold_rates()
+            for rate in recovery.rates.values():
+                rate.hold()
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
@@ -327,10 +328,8 @@ class Session:
         self.finished = True
 
     def note_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
-        """Report an error that has ended an execution, if it is about the data.
-
-        Args:
-            args: the arguments of the step that has raised it, if they are known.
+        """Report an error that has ended an execution, if it is about the data; `args` are those of
+        the step that has raised it, if they are known.
         """
         self.finished = False
         self.incidents.of_error(error, args)
