@@ -161,7 +161,7 @@ class Divergence:
         run.count_replacement()
         probation.restore_rates()
         run.plan_changes()
-        run.ring.forget_after(probation.restart.step)
+        run.ring.forget_after(probation.restart)
         run.recent.restart()
         run.log.line(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."

@@ -21,7 +21,7 @@ from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
-from keras_nanguard._fit.rollback import ActionContext, LowerRateRestart, ReplayQueue
+from keras_nanguard._fit.rollback import ActionContext, ReplayQueue
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers
 from keras_nanguard._policy.actions import ACTIONS
@@ -179,14 +179,14 @@ class Incidents:
         self,
         detected: Incident,
         report: Report | None = None,
-        restart: LowerRateRestart | None = None,
+        restart: int | None = None,
         written_outside: bool = False,
     ) -> Handled:
         """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
-            restart: the change that helps a run that is proven to have diverged.
+            restart: see `ActionContext`.
             written_outside: whether other code has written the bad state after the last step.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)

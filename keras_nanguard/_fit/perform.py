@@ -133,7 +133,7 @@ def _lower_lr(context: ActionContext, p: actions.LowerLr) -> Done:
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
     factor = p.factor
     if context.restart is not None:
-        factor = min(factor, context.restart.rate_factor)
+        factor = min(factor, incident.values["rate_factor"])
     changed, rebuild = [], False
     with run.recovery.all_or_nothing():
         for optimizer in run.train_state().optimizers:
@@ -157,7 +157,7 @@ def _lowered_in_vain(run: Run, incident: Incident) -> bool:
     has committed since the rate was last lowered.
     """
     before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
-    tried = run.counts.committed > max(run.recovery.lowered_at, 0)
+    tried = run.counts.committed > max(run.recovery.lowering.at or 0, 0)
     return incident.refused and before_update and not tried
 
 

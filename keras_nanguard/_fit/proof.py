@@ -42,7 +42,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
-from keras_nanguard._fit.rollback import LowerRateRestart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -85,13 +84,14 @@ class Lost:
 
     Attributes:
         incident: findings, and a diagnosis with the measurements as evidence.
+        restart: the step of the snapshot from which the change begins.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
         restore_rates: restores the learning rates from before the change.
     """
 
     incident: Incident
-    restart: LowerRateRestart
+    restart: int
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -357,8 +357,7 @@ class _Trials:
         values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        restart = LowerRateRestart(step, best.factor)
-        return Lost(incident, restart, self._trying.present, self._settings, restore_rates)
+        return Lost(incident, step, self._trying.present, self._settings, restore_rates)
 
 
 def _explained_share(losses: Sequence[float], exchanged: Mapping[int, float]) -> float:

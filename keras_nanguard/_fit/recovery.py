@@ -206,18 +206,13 @@ class Recovery:
         """Keep the loss scale within these bounds."""
         self.scale_bounds = (floor, ceiling)
 
-    @property
-    def lowered_at(self) -> int:
-        """Number of committed steps when the rate was last lowered, 0 if it never was."""
-        return self.lowering.at or 0
-
     def after_good_step(self, committed: int, train_state: TrainState) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
         good; return the number of further steps until something may be due, infinity for never.
         """
         left = math.inf
         if self.lowering.recover_after:
-            left = self.lowering.recover_after - (committed - self.lowered_at)
+            left = self.lowering.recover_after - (committed - (self.lowering.at or 0))
             if left <= 0:
                 for rate in self.rates.values():
                     rate.restore(1.0)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import Executed
@@ -32,23 +32,14 @@ MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
 
-class LowerRateRestart(NamedTuple):
-    """From where, and with which share of the learning rate, a diverged run trains better: the step
-    of the snapshot, and the factor of the rate.
-    """
-
-    step: int
-    rate_factor: float
-
-
 @dataclass(frozen=True, slots=True)
 class ActionContext:
     """What the actions of one decision have in common.
 
     Attributes:
         replays: number of rollbacks since the first of the running replays began; 0 outside.
-        restart: the change that helps a run that is proven to have diverged, `None` for another
-            incident.
+        restart: the step of the snapshot from which a run that is proven to have diverged trains
+            better, at the `rate_factor` of the incident; `None` for another incident.
         written_outside: whether other code has written the bad state after the last step.
         rates_before: the learning rate of each optimizer before the first action, by `id`; empty
             unless an action lowers it.
@@ -59,7 +50,7 @@ class ActionContext:
     incident: Incident
     report: Report | None
     replays: int
-    restart: LowerRateRestart | None = None
+    restart: int | None = None
     written_outside: bool = False
     rates_before: Mapping[int, float] = field(default_factory=dict)
     has_restored: bool = False
@@ -74,7 +65,7 @@ def before_onset(context: ActionContext) -> Snapshot | None:
     """
     run, incident, restored = context.run, context.incident, context.run.counts.restored
     if context.restart is not None:
-        onset = context.restart.step
+        onset = context.restart
     else:
         onset = incident.step if incident.onset is None else int(incident.onset)
         if restored is not None and not _improved(run, restored):
