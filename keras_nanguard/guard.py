@@ -455,24 +455,22 @@ class NanGuard(keras.callbacks.Callback):
     # The begin of a run: the policy is checked, and a snapshot to resume from is found
 
     def _warn_about_policy(self) -> None:
-        self._log.attempt("look for rules without effect", self._print_policy_warnings)
-
-    def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
 
         If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
         after the first epoch.
         """
-        if self.session is None or not self.verbose:
-            return
-        model, paths = self.session.run.model, None
-        self._names_missing = not getattr(model, "built", True)
-        if getattr(model, "built", False):
-            state = TrainState.of(model, self.session.run.optimizers)
-            paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
-        name = str(getattr(model, "name", "")) or type(model).__name__
-        for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
-            self._log.once(f"NanGuard: {line}")
+        with self._log.attempt("look for rules without effect"):
+            if self.session is None or not self.verbose:
+                return
+            model, paths = self.session.run.model, None
+            self._names_missing = not getattr(model, "built", True)
+            if getattr(model, "built", False):
+                variables = checked(TrainState.of(model, self.session.run.optimizers))
+                paths = (*(str(v.path) for _, v in variables), *data_paths(model))
+            name = str(getattr(model, "name", "")) or type(model).__name__
+            for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
+                self._log.once(f"NanGuard: {line}")
 
     def _resumed_from(self, steps: int | None = None) -> Resumed | None:
         """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""

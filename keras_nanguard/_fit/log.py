@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,13 @@ class GuardLog:
                     self.incidents[place] = earlier.with_(bundle=None)
         self.incidents.append(incident)
         self._of_run.append(incident)
-        self.attempt("record an incident", lambda: self._record(incident))
+        with self.attempt("record an incident"):
+            text, data = str(incident), incident.to_dict()
+            self.recorder.event("incident", incident.step, incident.epoch, text, data)
         step = incident.step + self.recorder.base
         samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
-        self.attempt("print a line", lambda: self.line(self._line_of(incident, samples)))
-
-    def _record(self, incident: Incident) -> None:
-        text, data = str(incident), incident.to_dict()
-        self.recorder.event("incident", incident.step, incident.epoch, text, data)
+        with self.attempt("print a line"):
+            self.line(self._line_of(incident, samples))
 
     def _line_of(self, incident: Incident, samples: Sequence[BadSample]) -> str:
         """Count an incident; return its line, `""` if it is only counted."""
@@ -103,15 +103,16 @@ class GuardLog:
         if refused and (self.verbose == 2 or (more and not ordinary)):
             self._most_refused = max(refused, self._most_refused)
             seen = (epoch, refused, committed, bool(unmeasured), committed_before)
-            self.attempt("print a line", lambda: self.line(console.epoch_line(*seen)))
+            with self.attempt("print a line"):
+                self.line(console.epoch_line(*seen))
 
     def end(self, counts: Counts) -> None:
         """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             head = console.closing_line(counts.totals, len(incidents), self._details)
-            table = closing_table.table_text
-            self.attempt("print a table", lambda: self.line(table(incidents, head)))
+            with self.attempt("print a table"):
+                self.line(closing_table.table_text(incidents, head))
 
     def line(self, text: str) -> None:
         """Print a line that is not about an incident, if there is one."""
@@ -124,10 +125,11 @@ class GuardLog:
             self._printed.add(line)
             processes.print_line(line)
 
-    def attempt(self, what: str, do: Callable[[], None]) -> None:
-        """Call a function that is not part of training. If it raises, print a warning once."""
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Return a context for what is not part of training. If it raises, print a warning once."""
         try:
-            do()
+            yield
         except Exception as error:  # noqa: BLE001  training continues
             if what not in self._printed:
                 self._printed.add(what)

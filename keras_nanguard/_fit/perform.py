@@ -67,7 +67,10 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
     run, decision = context.run, context.incident.decision
     assert decision is not None
     if any(action["action"] == "lower_lr" for action in decision.actions):
-        context = replace(context, rates_before=_rates(run))
+        read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
+        rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
+        known = {key: rate for key, rate in rates.items() if rate is not None}
+        context = replace(context, rates_before=known)
     run.ring.promote(run.counts.good)
     outcomes: list[Outcome] = []
     back = Done("")
@@ -93,13 +96,6 @@ def _attempt(context: ActionContext, action: Mapping[str, Any]) -> tuple[Outcome
     if name in WRITES_PARTS:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
-
-
-def _rates(run: Run) -> dict[int, float]:
-    """Return the learning rates by `id` of their optimizers, without those that raise."""
-    read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
-    rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
-    return {key: rate for key, rate in rates.items() if rate is not None}
 
 
 # The actions

@@ -212,8 +212,10 @@ class _Trials:
         others = (self._present, going_on, first)
         least = min(map(fmean, others[:2] if self._diverged else others))
         best, far, clear = None, False, False
-        for origin in self._origins():
-            arm = self._best_arm(origin, batches)
+        for origin in self._origins():  # one trial for each of the lower rates
+            ends = ((f, self._trying.trained(origin.state, batches, f)) for f in FACTORS)
+            arms = (self._arm(origin.snapshot, f, end) for f, end in ends if end is not None)
+            arm = min(arms, key=lambda arm: arm.mean, default=None)
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
@@ -233,12 +235,6 @@ class _Trials:
             if self._is_better(best.state, best.losses):
                 yield best
         yield self._start
-
-    def _best_arm(self, origin: _Arm, batches: Sequence[Any]) -> _Arm | None:
-        """Return the trial at a lower rate with the lowest loss."""
-        ends = ((f, self._trying.trained(origin.state, batches, f)) for f in FACTORS)
-        arms = (self._arm(origin.snapshot, f, end) for f, end in ends if end is not None)
-        return min(arms, key=lambda arm: arm.mean, default=None)
 
     def _arm(self, snapshot: Snapshot, factor: float, state: State) -> _Arm:
         return _Arm(snapshot, factor, state, self._trying.losses(state, self._held_out))

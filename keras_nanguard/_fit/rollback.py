@@ -41,8 +41,8 @@ class ActionContext:
         restart: the step of the snapshot from which a run that is proven to have diverged trains
             better, at the `rate_factor` of the incident; `None` for another incident.
         written_outside: whether other code has written the bad state after the last step.
-        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
-            unless an action lowers it.
+        rates_before: the learning rate of each optimizer before the first action, by `id`, without
+            those that raise; empty unless an action lowers it.
         has_restored: whether an earlier action of the decision has restored a snapshot.
     """
 
