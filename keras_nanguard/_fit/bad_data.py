@@ -89,7 +89,9 @@ class BadRows:
         arrays = _row_arrays(batch, count)
         if not any(role == "inputs" for role, _ in arrays):
             return  # ragged tensors alone have no rows to compare
-        names = self._pop_names(arrays)
+        name = self._ids if isinstance(self._ids, str) else None
+        key = next((key for key in arrays if key[1].rpartition("/")[2] == name), None)
+        names = None if key is None else arrays.pop(key)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
         keys = {
             row: (_fingerprint(arrays, row), "" if names is None else _name(names[row]))
@@ -115,13 +117,6 @@ class BadRows:
             name = sample.label if isinstance(self._ids, str) else ""
             known.setdefault((sample.fingerprint, name), []).append(sample)
         return known
-
-    def _pop_names(self, arrays: Arrays) -> Array | None:
-        """Remove the array of names from those of a batch, and return it."""
-        if not isinstance(self._ids, str):
-            return None
-        key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
-        return None if key is None else arrays.pop(key)
 
     def _found(self, key: Key, places: tuple[int, ...], why: str) -> list[BadSample]:
         """Return a new bad row, once for each of its places in the training arrays."""

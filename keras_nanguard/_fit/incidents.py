@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -244,9 +244,7 @@ class Incidents:
         if own is None and self._explain is not None:
             own, evidence = self._explain(incident, report)
         diagnosis, ours = agreement.diagnosis(own, detected.sites, report)
-        incident = incident.with_(diagnosis=diagnosis)
-        poles = self._poles_of(incident)
-        incident = incident.with_(values=self._known_of(incident, poles))
+        incident, poles = self._with_poles(incident.with_(diagnosis=diagnosis))
         report = report if ours else None  # else its rows are those of another process
         self._run.log.bad_rows.note(incident, report)
         if self._explain is not None:
@@ -254,26 +252,24 @@ class Incidents:
             incident = incident.with_(bundle=bundle)
         return incident, poles
 
-    def _known_of(self, incident: Incident, poles: Unusable) -> Mapping[str, float]:
-        """Return the values of an incident, with the onset of a divergence, and the first pole."""
-        values = dict(incident.values)
+    def _with_poles(self, incident: Incident) -> tuple[Incident, Unusable]:
+        """Return an incident with the onset of a divergence and the first pole of a schedule among
+        its values, and all poles that it is about.
+
+        If the state was bad before the step, it is about the step that left it so. A rate that is
+        finite counts only if the diagnosis blames it.
+        """
+        values, poles = dict(incident.values), Unusable()
+        if incident.refused or not UPDATED.isdisjoint(incident.sites):
+            highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
+            ago = int(not incident.refused or "state" in incident.sites)
+            poles = self._poles.find(ago, highest)
         if incident.diverged:
             values["onset"] = onset(self._run.history.series)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
-        return values
-
-    def _poles_of(self, incident: Incident) -> Unusable:
-        """Return the poles of schedules that an incident is about.
-
-        If the state was bad before the step, it is about the step that left it so. A rate that is
-        finite counts only if the diagnosis blames it.
-        """
-        if not incident.refused and UPDATED.isdisjoint(incident.sites):
-            return {}
-        highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
-        return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
+        return incident.with_(values=values), poles
 
     def _apply(
         self, incident: Incident, own: tuple[Outcome, ...], back: Done, poles: Unusable
