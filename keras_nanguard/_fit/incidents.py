@@ -92,8 +92,9 @@ class Incidents:
         refusal = self.refusals.classify(verdict, report, arguments)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
-            handled = self.handle(left)
+            for m in run.history.since(step - 1):  # the step that it is about
+                verdict = verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
+            handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
             return handled.replays
         run.recent.push(step, arguments, refused=True)
@@ -109,12 +110,6 @@ class Incidents:
         if not (self.replays.running and run.stopped):  # else no further batch follows
             self.refusals.prepare_next(incident, step, args, state)
         return replays
-
-    def _verdict_before(self, verdict: Verdict) -> Verdict:
-        """Return the verdict of the step before one that was refused for the state that it left."""
-        for m in self._run.history.since(self._run.step - 1):
-            return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
-        return verdict
 
     def committed_bad_state(self, verdict: Verdict, arguments: Any) -> bool | None:
         """Raise the incident of a step after which a sum over the state is bad; return whether

@@ -15,15 +15,10 @@ from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._fit import rollback
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import (
-    ActionContext,
-    before_onset,
-    last_good,
-    plan_replay,
-    restore,
-)
+from keras_nanguard._fit.rollback import ActionContext
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
@@ -105,12 +100,12 @@ def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
     run = context.run
     if context.has_restored:
         raise NotDoneError("an earlier action has restored a state")
-    wanted = before_onset(context) if p.before_onset else run.ring.newest(p.depth)
+    wanted = rollback.before_onset(context) if p.before_onset else run.ring.newest(p.depth)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
-    rerun = plan_replay(context, snapshot) if p.replay_steps else None
-    undone = restore(context, snapshot, rerun, reseed=rerun is None)
+    rerun = rollback.plan_replay(context, snapshot) if p.replay_steps else None
+    undone = rollback.restore(context, snapshot, rerun, reseed=rerun is None)
     skip = p.skip_batches
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
@@ -310,15 +305,15 @@ def _restore_last_good(context: ActionContext) -> Done:
     run, diverged = context.run, context.incident.diverged
     if context.has_restored:
         return Done("the model keeps the state that was restored")
-    good, wanted = last_good(context)
+    good, wanted = rollback.last_good(context)
     if good:
         return Done("the model still has the last good state")
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return Done("there is no good state to restore")
-    rerun = None if diverged else plan_replay(context, snapshot)
+    rerun = None if diverged else rollback.plan_replay(context, snapshot)
     try:
-        restore(context, snapshot, rerun)
+        rollback.restore(context, snapshot, rerun)
     except StateLostError:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same

@@ -191,30 +191,26 @@ class Session:
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
         """Return a context in which incidents may be handled. At its end the steps run again that
-        rollbacks have undone, with all handling after each; each may lead to another rollback.
+        rollbacks have undone, with all handling after each; each may lead to another rollback. Then
+        a `NonFiniteError` is raised; any other exception is raised at once.
         """
-        if self.incidents.replays.running:  # in a step that runs again
+        replays, completed, ended = self.incidents.replays, False, None
+        if replays.running:  # in a step that runs again
             yield
             return
         try:
-            yield
-        except NonFiniteError:
-            self._replay()
-            raise
-        except BaseException:
-            self.incidents.replays.end(completed=False)
-            raise
-        self._replay()
-
-    def _replay(self) -> None:
-        replays, completed = self.incidents.replays, False
-        try:
+            try:
+                yield
+            except NonFiniteError as error:
+                ended = error
             while replays.goes_on:
                 if (executed := replays.step()) is not None:
                     self.after(executed)
             completed = True
         finally:
             replays.end(completed)
+        if ended is not None:
+            raise ended
 
     def _judge_execution(self, executed: Executed) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or

@@ -162,16 +162,12 @@ class Counts:
         self.epoch_start -= 1
         self.epoch_passed += 1
 
-    def batch(self, step: int) -> int:
-        """Return the batch of a step within the epoch, from 0."""
-        return max(step - self.epoch_start, 0)
-
     def place(self, step: int) -> tuple[int, int]:
         """Return epoch and batch of a step, both from 0; a replay may be of an earlier epoch."""
         for began, epoch, start in reversed(self._epochs) if step < self._began else ():
             if step >= began:
                 return epoch, step - start
-        return self.epoch, self.batch(step)
+        return self.epoch, max(step - self.epoch_start, 0)
 
     @property
     def totals(self) -> Totals:
