@@ -92,7 +92,7 @@ class Incidents:
         refusal = self.refusals.classify(verdict, report, arguments)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            for m in run.history.since(step - 1):  # the step that it is about
+            for m in run.history.since(step - 1):  # the incident is about the step before
                 verdict = verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
             handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
