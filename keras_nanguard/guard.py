@@ -346,7 +346,8 @@ class NanGuard(keras.callbacks.Callback):
         plan = self.params or {}
         self._attached.begin(plan)
         self._warn_about_policy()
-        self._attached.resume(self._resumed_from(plan.get("steps")))
+        resumed = self._resumed_from(plan.get("steps"))
+        self._attached.session.start.begin(resumed, plan.get("epochs"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, unless the `CallbackList` has begun it already."""

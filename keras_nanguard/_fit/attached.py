@@ -16,7 +16,6 @@ from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.firewall import Firewall
 from keras_nanguard._fit.fit_logs import OWN, REFUSED, has_finite, hide_from_progress_bar, numbers
 from keras_nanguard._fit.results import bad_arrays, bad_metrics, diagnosed
-from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, current_callback_list
@@ -85,10 +84,6 @@ class Attached:
         hide_from_progress_bar(callbacks)
         epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
         self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
-
-    def resume(self, resumed: Resumed | None) -> None:
-        """Start the fit from a snapshot, if there is one."""
-        self.session.start.begin(resumed, self._plan.get("epochs"))
 
     @contextlib.contextmanager
     def _around_train_begin(self, logs: Any = None) -> Iterator[None]:

@@ -55,9 +55,6 @@ MINUTE = 60.0
 seconds.
 """
 
-CHECK = "check for divergence"
-"""What a line says that it cannot do if a trial raises."""
-
 
 class Divergence:
     """Detects a diverged run in one fit."""
@@ -88,7 +85,7 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         began, self._since = self._since, run.step
-        with run.optional(CHECK):
+        with run.optional("check for divergence"):
             if self._probation is not None:
                 self._judge_action(run)
                 return None
@@ -106,7 +103,6 @@ class Divergence:
         self.disable()
         return None
 
-    @np.errstate(all="ignore")
     def end(self, run: Run) -> None:
         """Judge an action at the end of a fit, however short the window: no later one follows.
 
@@ -114,10 +110,7 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         if self._probation is not None and not run.stopped:
-            with run.optional(CHECK):
-                self._judge_action(run)
-                return
-            self.disable()
+            self.look(run)
 
     def disable(self) -> None:
         """Do not check again."""

@@ -154,11 +154,7 @@ class RunRecording:
     def __init__(self, recorder: Recorder, counts: Counts, recovery: Recovery):
         self._recorder, self.push = recorder, recorder.push
         self._counts, self._recovery = counts, recovery
-        self._factor = 1.0  # the last recorded factor of the guard on learning rates
-
-    def begin(self) -> None:
-        """Begin with the factor that a resumed run has."""
-        self._factor = self._recovery.rate_factor
+        self._factor = recovery.rate_factor  # the last recorded one, or that of a resumed run
 
     # Steps and events
 

@@ -137,7 +137,7 @@ class Run:
             resumed=resumed,
             epoch=self.counts.epoch,
         )
-        self.recording.begin()
+        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
 
     def stop(self, log_worst_metrics: bool) -> None:
         """End training; the epoch may have to log the worst metrics."""
