@@ -58,7 +58,8 @@ class Handled(NamedTuple):
 class Incidents:
     """Creates the incidents of one run, and has the decisions of the policy performed.
 
-    A rollback leaves the steps that it has undone to `replays`: `Session` runs them again.
+    A rollback leaves the steps that it has undone to `replays`: `Session` runs them again. Until
+    then its incident waits, and those of the steps that run again wait for it.
 
     All methods raise `NonFiniteError` if the policy requires it. The incident is reported before
     that, or waits for steps that run again.
@@ -74,6 +75,7 @@ class Incidents:
     def __init__(self, run: Run, explain: Explainer | None):
         self._run, self._explain, self._poles = run, explain, Poles(run)
         self.replays, self.refusals = ReplayQueue(run, self._poles), Refusals(run)
+        self._waiting: list[Incident] = []
         self._observed: int | None = None  # the last bad step of a policy that refuses nothing
 
     # Detect
@@ -143,7 +145,7 @@ class Incidents:
         if explained is not None:
             finding, diagnosis = explained
             about = {"refused": True, "diagnosis": diagnosis}
-            self.replays.announce(incident_of(run, [finding], run.step, **about))
+            self._publish(incident_of(run, [finding], run.step, **about))
 
     def _incident(
         self,
@@ -191,7 +193,7 @@ class Incidents:
             ActionContext(self._run, incident, report, replays, restart, written_outside)
         )
         incident = self._apply(incident, outcomes, back, poles)
-        self.replays.announce(incident)
+        self._publish(incident)
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
         return Handled(incident, replays=back.rerun is not None)
@@ -199,7 +201,7 @@ class Incidents:
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
         incident, _ = self._explained(detected, None, Agreement())
-        self.replays.announce(incident)
+        self._publish(incident)
 
     def _decided(self, incident: Incident, report: Report | None) -> Incident:
         """Return an incident with the decision of the policy; `report` has its batch."""
@@ -296,3 +298,19 @@ class Incidents:
             run.plan_changes()
             run.save_changes()
         return incident.with_(outcomes=outcomes)
+
+    def _publish(self, incident: Incident) -> None:
+        """Announce an incident, once the steps that are to run again have done so."""
+        if self.replays.running:
+            self._waiting.append(incident)
+        else:
+            self._run.log.announce(incident)
+
+    def end_replays(self, completed: bool) -> None:
+        """Continue after the replays, and announce the incidents that have waited for them, in
+        order: first the one that has caused them. For `completed` see `ReplayQueue.end`.
+        """
+        self.replays.end(completed)
+        waiting, self._waiting = self._waiting, []
+        for incident in waiting:
+            self._run.log.announce(incident)

@@ -199,13 +199,13 @@ class ReplayQueue:
     """The steps of one run that rollbacks have undone, and that are still to run again.
 
     A rollback moves the time of the run back at once, so state and counts always fit together.
-    `Session` runs the steps again once everything about the incident is done. Until then the
-    incident waits, and those of the steps that run again wait for it.
+    `Session` runs the steps again once everything about the incident is done.
 
     Args:
         poles: the poles of its schedules, which are passed over.
 
     Attributes:
+        running: whether steps run again that a rollback has undone, or are to.
         rollbacks: number of rollbacks since the first of the running replays began; 0 outside.
     """
 
@@ -216,13 +216,7 @@ class ReplayQueue:
         self._stopped = self._refused = False
         self._streaks = PolicyState()
         self._unusable: Unusable = {}
-        self._waiting: list[Incident] = []
-        self.rollbacks = 0
-
-    @property
-    def running(self) -> bool:
-        """Whether steps run again that a rollback has undone, or are to."""
-        return self.rollbacks > 0
+        self.rollbacks, self.running = 0, False
 
     @property
     def goes_on(self) -> bool:
@@ -230,13 +224,6 @@ class ReplayQueue:
         state that it has restored is not trained further.
         """
         return bool(self._batches) and (self._stopped or not self._run.stopped)
-
-    def announce(self, incident: Incident) -> None:
-        """Announce an incident, once the steps that are to run again have done so."""
-        if self.running:
-            self._waiting.append(incident)
-        else:
-            self._run.log.announce(incident)
 
     def go_back(self, snapshot: Snapshot, rerun: Rerun | None, poles: Unusable) -> None:
         """Continue from a snapshot that was restored: remove the steps since then from counts,
@@ -255,7 +242,7 @@ class ReplayQueue:
         if rerun is None:
             run.recent.restart()
             return
-        self.rollbacks += 1
+        self.rollbacks, self.running = self.rollbacks + 1, True
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
@@ -287,15 +274,12 @@ class ReplayQueue:
         return None
 
     def end(self, completed: bool) -> None:
-        """Continue after the last step of the replays, if there were any, as if there had been
-        none, and announce the incidents in order: first the one that has caused them.
+        """Continue after the last step of the replays, as if there had been none.
 
         Args:
             completed: whether no exception has ended them.
         """
-        if not self.running:
-            return
-        run, self.rollbacks = self._run, 0
+        run, self.rollbacks, self.running = self._run, 0, False
         run.counts.end_replay(len(self._batches), self._refused)
         run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
         self._batches.clear()
@@ -305,8 +289,6 @@ class ReplayQueue:
                 keras_variables.write(variable, value)
             run.save_changes()
             self._poles.pass_over_found(self._unusable)
-        while self._waiting:
-            run.log.announce(self._waiting.pop(0))
 
     def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back

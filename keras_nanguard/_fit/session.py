@@ -203,12 +203,13 @@ class Session:
                 yield
             except NonFiniteError as error:
                 ended = error
-            while replays.goes_on:
+            while replays.running and replays.goes_on:
                 if (executed := replays.step()) is not None:
                     self.after(executed)
             completed = True
         finally:
-            replays.end(completed)
+            if replays.running:
+                self.incidents.end_replays(completed)
         if ended is not None:
             raise ended
 
