@@ -44,11 +44,11 @@ def trained(folder: Path) -> None:
 
 def run_of(model: Any) -> Any:
     """Return a run of a model that has not begun."""
+    from keras_nanguard._fit.log import GuardLog
     from keras_nanguard._fit.run import Run
     from keras_nanguard._policy.policy import Policy
-    from keras_nanguard._recording.recorder import Recorder
 
-    return Run(model, Policy.load("recover"), Recorder(), None, {}, None, None, print)
+    return Run(model, Policy.load("recover"), GuardLog(1, None), None, {}, None, None)
 
 
 def save(run: Path, folder: Path) -> None:

@@ -120,7 +120,7 @@ class NanGuard(keras.callbacks.Callback):
         self._attached: Attached | None = None
         self._loop: Session | None = None
         self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
-        self._resumed = self._names_missing = False
+        self._may_resume, self._names_missing = True, False
 
     # What a user reads
 
@@ -260,7 +260,7 @@ class NanGuard(keras.callbacks.Callback):
         self._warn_about_policy()
         resumed, self._loop = self._resumed_from(), session
         try:
-            with loop.watching(session, self._log, resumed):
+            with loop.watching(session, resumed):
                 yield
         finally:
             self._loop = None
@@ -346,7 +346,8 @@ class NanGuard(keras.callbacks.Callback):
         plan = self.params or {}
         self._attached.begin(plan)
         self._warn_about_policy()
-        self._attached.resume(self._resumed_from(plan.get("steps")))
+        resumed = self._resumed_from(plan.get("steps"))
+        self._attached.session.start.begin(resumed, plan.get("epochs"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, unless the `CallbackList` has begun it already."""
@@ -426,8 +427,7 @@ class NanGuard(keras.callbacks.Callback):
                 return
             other.detach()
         self.session = self._session(model)
-        shown = (self.logs, self.diagnose)
-        self._attached = Attached(self.session, self._log, *shown, self._detach)
+        self._attached = Attached(self.session, self.logs, self.diagnose, self._detach)
         self._log.begin(self.session.run.directory, self.session.run.shown)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
@@ -439,11 +439,10 @@ class NanGuard(keras.callbacks.Callback):
         """
         from keras_nanguard._diagnose.explainer import Explainer
 
-        log = self._log
-        own = (self.functions, self.directory, self._directory_shown, log.line)
-        run = Run(model, self.policy, log.recorder, optimizers, *own)
+        own = (self.functions, self.directory, self._directory_shown)
+        run = Run(model, self.policy, self._log, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
-        session = Session(run, log.announce, explain, log.bad_rows)
+        session = Session(run, explain)
         if self.session is not None and self.session.run.model is model:
             session.follow(self.session)
         return session
@@ -457,30 +456,28 @@ class NanGuard(keras.callbacks.Callback):
     # The begin of a run: the policy is checked, and a snapshot to resume from is found
 
     def _warn_about_policy(self) -> None:
-        self._log.attempt("look for rules without effect", self._print_policy_warnings)
-
-    def _print_policy_warnings(self) -> None:
         """Print one line, once, for each rule or setting of the policy without effect in this run.
 
         If the first step builds the model (a subclassed one on TensorFlow), the check is repeated
         after the first epoch.
         """
-        if self.session is None or not self.verbose:
-            return
-        model, paths = self.session.run.model, None
-        self._names_missing = not getattr(model, "built", True)
-        if getattr(model, "built", False):
-            state = TrainState.of(model, self.session.run.optimizers)
-            paths = (*(str(variable.path) for _, variable in checked(state)), *data_paths(model))
-        name = str(getattr(model, "name", "")) or type(model).__name__
-        for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
-            self._log.once(f"NanGuard: {line}")
+        with self._log.attempt("look for rules without effect"):
+            if self.session is None or not self.verbose:
+                return
+            model, paths = self.session.run.model, None
+            self._names_missing = not getattr(model, "built", True)
+            if getattr(model, "built", False):
+                variables = checked(TrainState.of(model, self.session.run.optimizers))
+                paths = (*(str(v.path) for _, v in variables), *data_paths(model))
+            name = str(getattr(model, "name", "")) or type(model).__name__
+            for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
+                self._log.once(f"NanGuard: {line}")
 
     def _resumed_from(self, steps: int | None = None) -> Resumed | None:
         """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
-        if self.directory is None or not self.resume or self._resumed:
+        if self.directory is None or not (self.resume and self._may_resume):
             return None
-        self._resumed = True
+        self._may_resume = False
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.require_agreement(-1 if found is None else found.record.step, what)
@@ -491,8 +488,7 @@ class NanGuard(keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: everything except the fit."""
         of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
-        flags = dict.fromkeys(("_resumed", "_names_missing"), False)
-        return {**vars(self), **of_fit, **flags}
+        return {**vars(self), **of_fit, "_may_resume": True, "_names_missing": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Read a pickle. A relative directory is one of the process that reads it."""
@@ -509,11 +505,11 @@ class NanGuard(keras.callbacks.Callback):
         """
         made = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(shared): shared for shared in (self.functions, self.sample_ids)}
-        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _resumed=True)
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo), _may_resume=False)
         return made
 
 
-def guard_always(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
+def guard_every_step(guard: NanGuard, model: Any, make: Callable[..., Any]) -> None:
     """Guard every step of a `NanGuardModel`, within a fit or not: create its train function.
 
     Args:

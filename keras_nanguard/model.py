@@ -13,7 +13,7 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras import overrides
 from keras_nanguard._keras.layers import FUNCTIONAL, makes_functional
 from keras_nanguard._policy.records import safe_repr
-from keras_nanguard.guard import NanGuard, guard_always
+from keras_nanguard.guard import NanGuard, guard_every_step
 
 __all__ = ["NanGuardModel"]
 
@@ -157,5 +157,5 @@ class NanGuardModel(keras.Model):
             return self.train_function
         if attached_to(self) is not None:  # a NanGuard among the callbacks guards this fit
             return super().make_train_function(force=force)
-        guard_always(self.nanguard, self, super().make_train_function)
+        guard_every_step(self.nanguard, self, super().make_train_function)
         return self.train_function

@@ -23,6 +23,7 @@ from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.data import ARGUMENTS, argument_path, named
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._core.incident import Diagnosis, Finding, Outcome
+from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.literals import NAMES_DATA, SITES, causes_with
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.snapshots import Ring, Snapshot
@@ -129,10 +130,7 @@ class Agreement:
         ours = rank == self.rank or spreads  # all read a spread batch
         if given is None:
             return own, ours
-        fields: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
-        }
-        chosen = Diagnosis(**fields)
+        chosen = stored(Diagnosis, given)
         if chosen.samples:
             rows: Mapping[int, Sequence[int]] = {rank: chosen.samples}
             if spreads and report is not None:

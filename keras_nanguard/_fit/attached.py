@@ -15,9 +15,7 @@ from keras_nanguard._core.plain_values import plain
 from keras_nanguard._fit.batchnorm import Lagging
 from keras_nanguard._fit.firewall import Firewall
 from keras_nanguard._fit.fit_logs import OWN, REFUSED, has_finite, hide_from_progress_bar, numbers
-from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.results import bad_arrays, bad_metrics, diagnosed
-from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.fitting import Fit, callbacks_deferred, current_callback_list
@@ -36,15 +34,8 @@ class Attached:
         training: whether it is a fit that has begun.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        log: GuardLog,
-        logs: bool,
-        diagnose: bool,
-        cut_short: Callable[[], None],
-    ):
-        self.session, self._log = session, log
+    def __init__(self, session: Session, logs: bool, diagnose: bool, cut_short: Callable[[], None]):
+        self.session, self._log = session, session.run.log
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
         session.run.attach(self._attachment)
@@ -94,10 +85,6 @@ class Attached:
         epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
         self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
 
-    def resume(self, resumed: Resumed | None) -> None:
-        """Start the fit from a snapshot, if there is one."""
-        self.session.start.begin(resumed, self._plan.get("epochs"))
-
     @contextlib.contextmanager
     def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
         yield
@@ -132,7 +119,9 @@ class Attached:
         session.tasks.read_rate()
         if isinstance(logs, dict):
             if not run.counts.idle:
-                self._tell_of_metrics(logs)
+                bad = [f for f in bad_metrics(logs) if not f.path.startswith("val_")]
+                # A bad step of a policy that refuses nothing may have made it so, and was reported.
+                self._tell_of_metrics(bad if run.refuses else [])
             else:
                 logs.update({k: v for k, v in (session.logs.shown or {}).items() if k in logs})
             if run.logs_worst_metrics:
@@ -140,21 +129,15 @@ class Attached:
             self._add_own(logs)
         yield
 
-    def _tell_of_metrics(self, logs: Mapping[str, Any]) -> None:
-        """Print a line about each training metric that is not finite, once in a fit. No step was
-        bad, so it is no incident.
+    def _tell_of_metrics(self, bad: list[Finding], prefix: str = "") -> None:
+        """Print a line about each metric that is not finite, once in a fit. The loss is finite, so
+        it is no incident.
         """
-        if not self.session.run.refuses:  # then a bad step may have made it so, and was reported
-            return
-        for finding in bad_metrics(logs):
-            if not finding.path.startswith("val_"):
-                self._tell_of_metric(finding.path, finding.value)
-
-    def _tell_of_metric(self, name: str, value: float | None) -> None:
         run = self.session.run
         at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
-        line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
-        run.lines.once(f"the metric {name}", line)
+        for name, value in ((prefix + finding.path, finding.value) for finding in bad):
+            line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
+            run.say_once(f"the metric {name}", line)
 
     def end_epoch(self, epoch: int, logs: Any) -> None:
         """Report the skipped steps of an epoch, and record it."""
@@ -166,7 +149,7 @@ class Attached:
             logs |= {key: int(logs[key]) for key in counted if key in logs}
         seen = session.logs
         self._log.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
-        self._log.line(session.bad_rows.line())
+        self._log.line(self._log.bad_rows.line())
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
@@ -202,9 +185,7 @@ class Attached:
         """
         bad = bad_metrics(logs)
         if has_finite(logs, "loss"):
-            prefix = "val_" if self.training else ""
-            for finding in bad:
-                self._tell_of_metric(prefix + finding.path, finding.value)
+            self._tell_of_metrics(bad, "val_" if self.training else "")
             bad = []
         self._announce("validation", bad)
         if self.training and not bad and self._diagnose:
@@ -224,7 +205,8 @@ class Attached:
     def _announce(self, site: Site, findings: list[Finding]) -> None:
         """Report results that are not finite. Outside of training no action is taken."""
         if self.training and not findings and processes.count() == 1:  # others may not have it
-            self.session.run.recovery.count_good_result(site)
+            recovery = self.session.run.recovery
+            recovery.count(recovery.policy_state.with_good_result(site))
         if findings:
             run, diagnosis = self.session.run, None
             if self._diagnose:

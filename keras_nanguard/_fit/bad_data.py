@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -89,14 +89,19 @@ class BadRows:
         arrays = _row_arrays(batch, count)
         if not any(role == "inputs" for role, _ in arrays):
             return  # ragged tensors alone have no rows to compare
-        names = self._pop_names(arrays)
+        name = self._ids if isinstance(self._ids, str) else None
+        key = next((key for key in arrays if key[1].rpartition("/")[2] == name), None)
+        names = None if key is None else arrays.pop(key)
         small = known and sum(array.nbytes for array in arrays.values()) <= MAX_BYTES
         keys = {
             row: (_fingerprint(arrays, row), "" if names is None else _name(names[row]))
             for row in (*blamed, *range(min(count, MAX_OTHERS) if small else 0))
         }
         new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
-        for key, places in zip(new, self._places(arrays, new.values())):
+        began, data = time.perf_counter(), keras_fitting.running_arrays()
+        found = indices(arrays, list(new.values()), *data, self._seconds)
+        self._seconds -= time.perf_counter() - began
+        for key, places in zip(new, found):
             known[key] = self._found(key, places, _why(arrays, new[key], incident))
         step = incident.step + self._recorder.base
         for key in dict.fromkeys(keys.values()):
@@ -112,23 +117,6 @@ class BadRows:
             name = sample.label if isinstance(self._ids, str) else ""
             known.setdefault((sample.fingerprint, name), []).append(sample)
         return known
-
-    def _pop_names(self, arrays: Arrays) -> Array | None:
-        """Remove the array of names from those of a batch, and return it."""
-        if not isinstance(self._ids, str):
-            return None
-        key = next((key for key in arrays if key[1].rpartition("/")[2] == self._ids), None)
-        return None if key is None else arrays.pop(key)
-
-    def _places(self, arrays: Arrays, rows: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the indices of rows of a batch in the arrays that `fit` trains on."""
-        rows, began = list(rows), time.perf_counter()
-        if not rows:
-            return []
-        data = keras_fitting.running_arrays()
-        found = indices(arrays, rows, *data, self._seconds)
-        self._seconds -= time.perf_counter() - began
-        return found
 
     def _found(self, key: Key, places: tuple[int, ...], why: str) -> list[BadSample]:
         """Return a new bad row, once for each of its places in the training arrays."""
@@ -235,7 +223,7 @@ def indices(
     end, found = time.perf_counter() + seconds, []
     inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
     paths = sorted(path for role, path in arrays if role == "inputs")
-    if x is None or not paths or not {*paths} <= inputs.keys():
+    if not rows or x is None or not paths or not {*paths} <= inputs.keys():
         return [()] * len(rows)
     whole = {path: _flat(inputs[path]) for path in paths}
     first = whole[paths[0]]

@@ -14,7 +14,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import keras
@@ -134,30 +133,26 @@ class Lagging:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-        look = partial(self._look, run, logs, plan)
-        return run.optional("", look, lambda: None)
-
-    def _look(
-        self, run: Run, logs: Any, plan: Mapping[str, Any]
-    ) -> tuple[list[Finding], Diagnosis] | None:
-        model, start = run.model, run.counts.epoch_start
-        steps = plan.get("steps") or run.step - start
-        remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
-        losses = [m.loss for m in run.history.before(run.step) if m.step >= start][-LAST:]
-        trained = statistics.median(losses) if losses else math.nan
-        layers, loss = learning(model), numbers(logs).get("loss", math.nan)
-        far = 0.0 < FAR * trained < loss < math.inf
-        if self._done or not layers or not far or not runs_alone(model):
-            return None
-        if not self._looks and remaining:
-            return None
-        self._looks = max(self._looks - 1, 0)
-        measured = _measured(run, layers, remaining)
-        if measured is None or not measured.lags(trained):
-            return None
-        self._done = True
-        diagnosis = _diagnosis(run, layers, measured, loss, trained)
-        return [Finding("validation", "out_of_range", "loss", value=loss)], diagnosis
+        with run.optional():
+            model, start = run.model, run.counts.epoch_start
+            steps = plan.get("steps") or run.step - start
+            remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
+            losses = [m.loss for m in run.history.before(run.step) if m.step >= start][-LAST:]
+            trained = statistics.median(losses) if losses else math.nan
+            layers, loss = learning(model), numbers(logs).get("loss", math.nan)
+            far = 0.0 < FAR * trained < loss < math.inf
+            if self._done or not layers or not far or not runs_alone(model):
+                return None
+            if not self._looks and remaining:
+                return None
+            self._looks = max(self._looks - 1, 0)
+            measured = _measured(run, layers, remaining)
+            if measured is None or not measured.lags(trained):
+                return None
+            self._done = True
+            diagnosis = _diagnosis(run, layers, measured, loss, trained)
+            return [Finding("validation", "out_of_range", "loss", value=loss)], diagnosis
+        return None
 
 
 def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median, stdev
-from typing import TypeVar
 
 import numpy as np
 
@@ -58,9 +57,6 @@ seconds.
 """
 
 
-T = TypeVar("T")
-
-
 class Divergence:
     """Detects a diverged run in one fit."""
 
@@ -90,9 +86,24 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         began, self._since = self._since, run.step
-        return self._attempt(run, lambda: self._look(run, began))
+        with run.optional("check for divergence"):
+            if self._probation is not None:
+                self._judge_action(run)
+                return None
+            if run.counts.rollbacks != self._rollbacks:
+                self._rollbacks = run.counts.rollbacks
+                self._schedule.restart()
+            if not (self._can_compare(run) and self._schedule.end_window(run, began)):
+                return None
+            result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
+            if isinstance(result, Lost):
+                self._probation = result
+                return result
+            self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
+            return None
+        self.disable()
+        return None
 
-    @np.errstate(all="ignore")
     def end(self, run: Run) -> None:
         """Judge an action at the end of a fit, however short the window: no later one follows.
 
@@ -100,41 +111,19 @@ class Divergence:
             StateLostError: if the state could not be restored after the trials.
         """
         if self._probation is not None and not run.stopped:
-            self._attempt(run, lambda: self._judge_action(run))
-
-    def _attempt(self, run: Run, look: Callable[[], T]) -> T | None:
-        """Return the result of trials; if one raises, disable them."""
-        return run.optional("check for divergence", look, self.disable)
-
-    def _look(self, run: Run, began: int) -> Lost | None:
-        """Look for a proof at the end of the window that began after a step."""
-        if run.counts.rollbacks != self._rollbacks and self._probation is None:
-            self._rollbacks = run.counts.rollbacks
-            self._schedule.restart()
-        if self._probation is not None:
-            self._judge_action(run)
-            return None
-        if not self._can_compare(run):
-            return None
-        if not self._schedule.end_window(run, began):
-            return None
-        result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
-        if isinstance(result, Lost):
-            self._probation = result
-            return result
-        self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
-        return None
+            self.look(run)
 
     def disable(self) -> None:
         """Do not check again."""
         self._probation, self.enabled = None, False
 
-    def acted(self, run: Run) -> None:
-        """Begin the probation of the action, if one was done."""
+    def acted(self, run: Run) -> float:
+        """Begin the probation of the action, if one was done; return the step of the next check."""
         if self._probation is not None:
             _write(run, self._probation.settings)
         self._schedule.restart()
         self._rollbacks = run.counts.rollbacks
+        return self.next_look(run.step)
 
     def _can_compare(self, run: Run) -> bool:
         """Whether states can be compared here by the loss, and training minimizes it."""
@@ -166,9 +155,9 @@ class Divergence:
         run.count_replacement()
         probation.restore_rates()
         run.plan_changes()
-        run.ring.forget_after(probation.restart.step)
+        run.ring.forget_after(probation.restart)
         run.recent.restart()
-        run.lines.say(
+        run.log.line(
             "NanGuard: the lower learning rate did not help. State and learning rate are restored."
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from keras_nanguard._fit.fit_logs import has_finite, is_own, number_of
+from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.overrides import Overrides
 
@@ -29,10 +30,10 @@ class Firewall:
     callbacks and History receive the logs unchanged.
 
     Args:
-        session: the `Session`; its policy acts on the state before the file is written.
+        session: its policy acts on the state before the file is written.
     """
 
-    def __init__(self, session: Any, callbacks: Sequence[Any]):
+    def __init__(self, session: Session, callbacks: Sequence[Any]):
         self._session, self._overrides = session, Overrides()
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger) and callback.append:
@@ -71,7 +72,7 @@ class Firewall:
             where = kwargs.get("filepath", args[0] if args else "")
             run.recording.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
-            run.lines.say(f"NanGuard: did not save {where}: {why}")
+            run.log.line(f"NanGuard: did not save {where}: {why}")
             return None
 
         return guarded

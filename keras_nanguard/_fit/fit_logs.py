@@ -86,8 +86,8 @@ class FitLogs:
 
     def __init__(self, model: Any):
         self.model = model
-        self.known: Any = None
-        self.shown: Any = None
+        self.known: dict[str, Any] | None = None
+        self.shown: dict[str, Any] | None = None
         self.failed: frozenset[str] = frozenset()
         self._unmeasured: frozenset[str] = frozenset()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +18,12 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
-from keras_nanguard._fit.rollback import ActionContext, LowerRateRestart, ReplayQueue
+from keras_nanguard._fit.rollback import ActionContext, ReplayQueue
 from keras_nanguard._fit.run import Run
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    optimizers as keras_optimizers,
-)
+from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers
 from keras_nanguard._policy.actions import ACTIONS
 from keras_nanguard._policy.decide import decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
@@ -69,7 +65,6 @@ class Incidents:
     that, or waits for steps that run again.
 
     Args:
-        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -77,18 +72,10 @@ class Incidents:
         refusals: why steps were refused.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        announce: Callable[[Incident], None],
-        explain: Explainer | None,
-        bad_rows: BadRows,
-    ):
-        self._run, self._announce, self._explain = run, announce, explain
-        self._bad_rows, self._poles = bad_rows, Poles(run)
+    def __init__(self, run: Run, explain: Explainer | None):
+        self._run, self._explain, self._poles = run, explain, Poles(run)
         self.replays, self.refusals = ReplayQueue(run, self._poles), Refusals(run)
         self._waiting: list[Incident] = []
-        self._unusable: Unusable = {}  # the poles that the first of these is about
         self._observed: int | None = None  # the last bad step of a policy that refuses nothing
 
     # Detect
@@ -107,8 +94,9 @@ class Incidents:
         refusal = self.refusals.classify(verdict, report, arguments)
         run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
         if refusal == "left_by_previous":
-            left = self._incident(run.scan(), step - 1, self._verdict_before(verdict))
-            handled = self.handle(left)
+            for m in run.history.since(step - 1):  # the incident is about the step before
+                verdict = verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
+            handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
             return handled.replays
         run.recent.push(step, arguments, refused=True)
@@ -121,15 +109,9 @@ class Incidents:
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
         incident, replays = self.handle(detected, report)
-        if not (self.replays.rollbacks and run.stopped):  # else no further batch follows
+        if not (self.replays.running and run.stopped):  # else no further batch follows
             self.refusals.prepare_next(incident, step, args, state)
         return replays
-
-    def _verdict_before(self, verdict: Verdict) -> Verdict:
-        """Return the verdict of the step before one that was refused for the state that it left."""
-        for m in self._run.history.since(self._run.step - 1):
-            return verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
-        return verdict
 
     def committed_bad_state(self, verdict: Verdict, arguments: Any) -> bool | None:
         """Raise the incident of a step after which a sum over the state is bad; return whether
@@ -139,7 +121,7 @@ class Incidents:
         if not findings:
             return None
         run.recording.step(verdict)
-        report = Report(verdict, (), (), run.batch_of(arguments))
+        report = Report(verdict, (), (), run.recent.as_given(arguments))
         return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
     def observed(self, verdict: Verdict, report: Report | None) -> bool:
@@ -194,14 +176,14 @@ class Incidents:
         self,
         detected: Incident,
         report: Report | None = None,
-        restart: LowerRateRestart | None = None,
+        restart: int | None = None,
         written_outside: bool = False,
     ) -> Handled:
         """Explain an incident, decide, act, and report it.
 
         Args:
             detected: the incident with its findings, and with a diagnosis if that is known.
-            restart: the change that helps a run that is proven to have diverged.
+            restart: see `ActionContext`.
             written_outside: whether other code has written the bad state after the last step.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
@@ -259,36 +241,32 @@ class Incidents:
         if own is None and self._explain is not None:
             own, evidence = self._explain(incident, report)
         diagnosis, ours = agreement.diagnosis(own, detected.sites, report)
-        incident = incident.with_(diagnosis=diagnosis)
-        poles = self._poles_of(incident)
-        incident = incident.with_(values=self._known_of(incident, poles))
+        incident, poles = self._with_poles(incident.with_(diagnosis=diagnosis))
         report = report if ours else None  # else its rows are those of another process
-        self._bad_rows.note(incident, report)
+        self._run.log.bad_rows.note(incident, report)
         if self._explain is not None:
             bundle = self._explain.write_bundle(incident, report, evidence)
             incident = incident.with_(bundle=bundle)
         return incident, poles
 
-    def _known_of(self, incident: Incident, poles: Unusable) -> Mapping[str, float]:
-        """Return the values of an incident, with the onset of a divergence, and the first pole."""
-        values = dict(incident.values)
+    def _with_poles(self, incident: Incident) -> tuple[Incident, Unusable]:
+        """Return an incident with the onset of a divergence and the first pole of a schedule among
+        its values, and all poles that it is about.
+
+        If the state was bad before the step, it is about the step that left it so. A rate that is
+        finite counts only if the diagnosis blames it.
+        """
+        values, poles = dict(incident.values), Unusable()
+        if incident.refused or not UPDATED.isdisjoint(incident.sites):
+            highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
+            ago = int(not incident.refused or "state" in incident.sites)
+            poles = self._poles.find(ago, highest)
         if incident.diverged:
             values["onset"] = onset(self._run.history.series)
         if poles:
             iteration, rate = min(poles.values())
             values |= {"pole": float(iteration), "learning_rate": rate}
-        return values
-
-    def _poles_of(self, incident: Incident) -> Unusable:
-        """Return the poles of schedules that an incident is about.
-
-        If the state was bad before the step, it is about the step that left it so. A rate that is
-        finite counts only if the diagnosis blames it.
-        """
-        if not incident.refused and UPDATED.isdisjoint(incident.sites):
-            return {}
-        highest = MAX_RATE if blames_rate(incident.diagnosis) else inf
-        return self._poles.find(int(not incident.refused or "state" in incident.sites), highest)
+        return incident.with_(values=values), poles
 
     def _apply(
         self, incident: Incident, own: tuple[Outcome, ...], back: Done, poles: Unusable
@@ -308,38 +286,31 @@ class Incidents:
         if ends - {"raise_error"}:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
-        run.recording.actions(outcomes)
+        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
+        run.recording.factor(run.train_state(), "; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
         if wrote or back.restored is not None:
             run.count_replacement()
         if back.restored is not None:
-            self.replays.go_back(back.restored, back.rerun)
+            self.replays.go_back(back.restored, back.rerun, poles)
         if back.rerun is None:
             self._poles.pass_over_found(poles)
             run.plan_changes()
             run.save_changes()
-        elif self.replays.rollbacks == 1:
-            self._unusable = poles
         return incident.with_(outcomes=outcomes)
 
     def _publish(self, incident: Incident) -> None:
         """Announce an incident, once the steps that are to run again have done so."""
-        if self.replays.rollbacks:
+        if self.replays.running:
             self._waiting.append(incident)
         else:
-            self._announce(incident)
+            self._run.log.announce(incident)
 
     def end_replays(self, completed: bool) -> None:
         """Continue after the replays, and announce the incidents that have waited for them, in
-        order: first the one that has caused them.
-
-        Args:
-            completed: whether no exception has ended them.
+        order: first the one that has caused them. For `completed` see `ReplayQueue.end`.
         """
         self.replays.end(completed)
         waiting, self._waiting = self._waiting, []
-        if completed:
-            self._run.save_changes()
-            self._poles.pass_over_found(self._unusable)
         for incident in waiting:
-            self._announce(incident)
+            self._run.log.announce(incident)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keras_nanguard._backends import current, processes
-from keras_nanguard._core import memory
-from keras_nanguard._core.incident import Incident, Outcome
+from keras_nanguard._backends import processes
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording.database import COMMITTED, NAME
+from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, EventKind
 from keras_nanguard._report import closing_table, console
@@ -61,14 +60,13 @@ class GuardLog:
                     self.incidents[place] = earlier.with_(bundle=None)
         self.incidents.append(incident)
         self._of_run.append(incident)
-        self.attempt("record an incident", lambda: self._record(incident))
+        with self.attempt("record an incident"):
+            text, data = str(incident), incident.to_dict()
+            self.recorder.event("incident", incident.step, incident.epoch, text, data)
         step = incident.step + self.recorder.base
         samples = [sample for sample in self.recorder.samples.values() if step in sample.steps]
-        self.attempt("print a line", lambda: self.line(self._line_of(incident, samples)))
-
-    def _record(self, incident: Incident) -> None:
-        text, data = str(incident), incident.to_dict()
-        self.recorder.event("incident", incident.step, incident.epoch, text, data)
+        with self.attempt("print a line"):
+            self.line(self._line_of(incident, samples))
 
     def _line_of(self, incident: Incident, samples: Sequence[BadSample]) -> str:
         """Count an incident; return its line, `""` if it is only counted."""
@@ -105,15 +103,16 @@ class GuardLog:
         if refused and (self.verbose == 2 or (more and not ordinary)):
             self._most_refused = max(refused, self._most_refused)
             seen = (epoch, refused, committed, bool(unmeasured), committed_before)
-            self.attempt("print a line", lambda: self.line(console.epoch_line(*seen)))
+            with self.attempt("print a line"):
+                self.line(console.epoch_line(*seen))
 
     def end(self, counts: Counts) -> None:
         """Print the table at the end of a run, if there were incidents."""
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
             head = console.closing_line(counts.totals, len(incidents), self._details)
-            table = closing_table.table_text
-            self.attempt("print a table", lambda: self.line(table(incidents, head)))
+            with self.attempt("print a table"):
+                self.line(closing_table.table_text(incidents, head))
 
     def line(self, text: str) -> None:
         """Print a line that is not about an incident, if there is one."""
@@ -126,10 +125,11 @@ class GuardLog:
             self._printed.add(line)
             processes.print_line(line)
 
-    def attempt(self, what: str, do: Callable[[], None]) -> None:
-        """Call a function that is not part of training. If it raises, print a warning once."""
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Return a context for what is not part of training. If it raises, print a warning once."""
         try:
-            do()
+            yield
         except Exception as error:  # noqa: BLE001  training continues
             if what not in self._printed:
                 self._printed.add(what)
@@ -144,74 +144,17 @@ def _details(directory: str | None) -> str:
     return f"keras-nanguard report {shlex.quote(directory)} -o run.html"
 
 
-class RunLines:
-    """Prints the lines of one run that are not about an incident.
-
-    Args:
-        say: prints a line.
-    """
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
-        self._said = set[str]()
-
-    def once(self, subject: str, line: str) -> None:
-        """Print a line, unless one about this subject was printed in this run."""
-        if subject not in self._said:
-            self._said.add(subject)
-            self.say(line)
-
-    def lacks_memory(self, what: str, size: float) -> None:
-        """Print once that a copy of this many bytes does not fit, and the consequence."""
-        needed, free = memory.readable(size), memory.readable(memory.room())
-        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
-        self.once(what, line)
-
-
 class RunRecording:
     """Records one run in a recorder, with what the recorder does not know of it.
-
-    Args:
-        train_state: returns the train state, whose variables have the current values.
 
     Attributes:
         push: records the measurements of one step; see `Recorder.push`.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        counts: Counts,
-        recovery: Recovery,
-        policy: Policy,
-        train_state: Callable[[], TrainState],
-    ):
+    def __init__(self, recorder: Recorder, counts: Counts, recovery: Recovery):
         self._recorder, self.push = recorder, recorder.push
         self._counts, self._recovery = counts, recovery
-        self._policy, self._train_state = policy, train_state
-        self._factor = 1.0  # the last recorded factor of the guard on learning rates
-
-    def begin(self, model: Any, directory: str | None, resumed: int | None) -> None:
-        """Begin the recording of the fit.
-
-        Args:
-            directory: the folder that this process writes to; `None` writes nothing.
-            resumed: the step of the snapshot from which the fit resumes, if any.
-        """
-        meta = {
-            "model": str(getattr(model, "name", type(model).__name__)),
-            "backend": current.name(),
-            "versions": current.versions(),
-            "policy": self._policy.to_toml(),
-        }
-        self._recorder.begin(
-            meta,
-            scaled=any(map(keras_optimizers.is_loss_scaled, self._train_state().optimizers)),
-            path=None if directory is None else Path(directory) / NAME,
-            resumed=resumed,
-            epoch=self._counts.epoch,
-        )
-        self._factor = self._recovery.rate_factor
+        self._factor = recovery.rate_factor  # the last recorded one, or that of a resumed run
 
     # Steps and events
 
@@ -225,27 +168,17 @@ class RunRecording:
         measured = (verdict.loss, verdict.gradients, verdict.scale)
         self.push(self._counts.step, *measured, status)
 
-    def undo(self, step: int, again: Collection[int], text: str, data: Any) -> None:
-        """Record a rollback: the steps from this one on are undone, and some of them run again."""
-        self._recorder.undo(step, again)
-        self.event("rollback", text, data)
-
     def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
         self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
 
-    def actions(self, outcomes: Sequence[Outcome]) -> None:
-        """Record a learning rate that an incident has changed."""
-        lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        self.factor("; ".join(lowered))
-
     # Learning rates
 
-    def rate(self, ahead: bool = False) -> None:
-        """Record the learning rate of the first optimizer, for the last step or for the next one
-        (`ahead`). A rate that is a custom function is not read.
+    def rate(self, state: TrainState, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer of a current state, for the last step or
+        for the next one (`ahead`). A rate that is a custom function is not read.
         """
-        for optimizer in filter(keras_optimizers.rate_is_pure, self._train_state().optimizers[:1]):
+        for optimizer in filter(keras_optimizers.rate_is_pure, state.optimizers[:1]):
             rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
             if rate is None:
                 return
@@ -259,11 +192,11 @@ class RunRecording:
                 data = {"before": before, "after": rate, "by": "callback"}
                 self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
-    def factor(self, change: str = "") -> None:
+    def factor(self, state: TrainState, change: str = "") -> None:
         """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
         if change or self._factor != self._recovery.rate_factor:
             self._record_factor(change)
-            self.rate(ahead=True)
+            self.rate(state, ahead=True)
 
     def _record_factor(self, text: str = "") -> None:
         before, after = self._factor, self._recovery.rate_factor

@@ -192,7 +192,9 @@ class Monitors:
 
 def _found(watch: Watch, run: Run) -> list[Finding]:
     """Return the findings of a check, none if it raises."""
-    return run.optional("check for finite faults", lambda: list(watch(run)), list)
+    with run.optional("check for finite faults"):
+        return list(watch(run))
+    return []
 
 
 def _never_moved(layer: Any, first: Snapshot) -> bool:

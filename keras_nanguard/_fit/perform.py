@@ -6,25 +6,20 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError
+from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._fit import rollback
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import (
-    ActionContext,
-    before_onset,
-    last_good,
-    plan_replay,
-    restore,
-)
-from keras_nanguard._fit.run import Run, attempted
+from keras_nanguard._fit.rollback import ActionContext
+from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
@@ -33,8 +28,8 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.all_or_none import write_all
-
-Parameters = Mapping[str, Any]
+from keras_nanguard._policy import actions
+from keras_nanguard._policy.decide import PlannedRollback, action_of
 
 
 class NotDoneError(Exception):
@@ -67,7 +62,10 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
     run, decision = context.run, context.incident.decision
     assert decision is not None
     if any(action["action"] == "lower_lr" for action in decision.actions):
-        context = replace(context, rates_before=_rates(run))
+        read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
+        rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
+        known = {key: rate for key, rate in rates.items() if rate is not None}
+        context = replace(context, rates_before=known)
     run.ring.promote(run.counts.good)
     outcomes: list[Outcome] = []
     back = Done("")
@@ -79,46 +77,36 @@ def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
     return tuple(outcomes), back
 
 
-def _attempt(context: ActionContext, action: Parameters) -> tuple[Outcome, Done | None]:
+def _attempt(context: ActionContext, action: Mapping[str, Any]) -> tuple[Outcome, Done | None]:
     """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
     name = action["action"]
-
-    def perform_it() -> Done | str:
-        return PERFORMERS[name](context, action)
-
-    def reason(error: Exception) -> Done | str:  # also of a user's function, a broken optimizer
-        known = isinstance(error, NotDoneError)
-        return str(error) if known else f"{type(error).__name__}: {error}"
-
-    done = attempted(perform_it, reason)
-    if isinstance(done, str):
-        return Outcome(name, "skipped", done), None
+    try:
+        done = PERFORMERS[name](context, action_of(action))
+    except StateLostError:
+        raise
+    except NotDoneError as error:
+        return Outcome(name, "skipped", str(error)), None
+    except Exception as error:  # noqa: BLE001  of a user's function, a broken optimizer
+        return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
     if name in WRITES_PARTS:
         context.run.recent.restart()
     return Outcome(name, "done", done.text), done
 
 
-def _rates(run: Run) -> dict[int, float]:
-    """Return the learning rates by `id` of their optimizers, without those that raise."""
-    read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
-    rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
-    return {key: rate for key, rate in rates.items() if rate is not None}
-
-
 # The actions
 
 
-def _roll_back(context: ActionContext, p: Parameters) -> Done:
+def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
     run = context.run
     if context.has_restored:
         raise NotDoneError("an earlier action has restored a state")
-    wanted = before_onset(context) if p["before_onset"] else run.ring.newest(p["depth"])
+    wanted = rollback.before_onset(context) if p.before_onset else run.ring.newest(p.depth)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
-    rerun = plan_replay(context, snapshot) if p["replay_steps"] else None
-    undone = restore(context, snapshot, rerun, reseed=rerun is None)
-    skip = int(p["skip_batches"])
+    rerun = rollback.plan_replay(context, snapshot) if p.replay_steps else None
+    undone = rollback.restore(context, snapshot, rerun, reseed=rerun is None)
+    skip = p.skip_batches
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
@@ -129,31 +117,27 @@ def _roll_back(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{back}; {lost}{also}", snapshot)
 
 
-def _lower_lr(context: ActionContext, p: Parameters) -> Done:
-    run, incident, least = context.run, context.incident, p["min_lr"]
-    undo = run.recovery.restorer()
+def _lower_lr(context: ActionContext, p: actions.LowerLr) -> Done:
+    run, incident, least = context.run, context.incident, p.min_lr
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
-    factor = float(p["factor"])
+    factor = p.factor
     if context.restart is not None:
-        factor = min(factor, context.restart.rate_factor)
+        factor = min(factor, incident.values["rate_factor"])
     changed, rebuild = [], False
-    try:
+    with run.recovery.all_or_nothing():
         for optimizer in run.train_state().optimizers:
             failed = context.rates_before.get(id(optimizer), 0.0)
             before, after, retrace = run.recovery.rate(optimizer).lower(factor, least, failed)
             rebuild |= retrace
             if after < before:
                 changed.append((optimizer.name, f"{before:.3g} -> {after:.3g}"))
-    except BaseException:  # a schedule of the user's own may raise
-        undo()
-        raise
+        if rebuild:
+            run.rebuild()
     if not changed:
         raise NotDoneError(f"the learning rate is already at min_lr={least:g}")
-    if rebuild:
-        run.rebuild(undo)
-    run.recovery.lowered(run.counts.committed, incident.diverged, p["recover_after"])
+    run.recovery.lowered(run.counts.committed, incident.diverged, p.recover_after)
     if len(changed) == 1:
         return Done(f"learning rate {changed[0][1]}")
     return Done(f"learning rate of {', '.join(f'{name}: {rates}' for name, rates in changed)}")
@@ -164,19 +148,18 @@ def _lowered_in_vain(run: Run, incident: Incident) -> bool:
     has committed since the rate was last lowered.
     """
     before_update = any(SITES.index(f.site) < SITES.index("weights") for f in incident.findings)
-    tried = run.counts.committed > max(run.recovery.lowered_at, 0)
+    tried = run.counts.committed > max(run.recovery.lowering.at or 0, 0)
     return incident.refused and before_update and not tried
 
 
-def _clip(context: ActionContext, p: Parameters) -> Done:
-    run, undo = context.run, context.run.recovery.restorer()
-    changed, reasons = [], []
-    first, least = p["global_clipnorm"], p["min_clipnorm"]
+def _clip(context: ActionContext, p: actions.Clip) -> Done:
+    run, changed, reasons = context.run, [], []
+    first, least = p.global_clipnorm, p.min_clipnorm
     own = "clips by clipnorm or clipvalue, which Keras does not combine with a global norm"
-    try:
+    with run.recovery.all_or_nothing():
         for inner in map(keras_optimizers.inner, run.train_state().optimizers):
             now = inner.global_clipnorm
-            tight = max(first if now is None or now > first else now * p["factor"], least)
+            tight = max(first if now is None or now > first else now * p.factor, least)
             if inner.clipnorm or inner.clipvalue:
                 reasons.append(f"{inner.name} {own}")
             elif now is not None and tight >= now:
@@ -185,29 +168,28 @@ def _clip(context: ActionContext, p: Parameters) -> Done:
             else:
                 run.recovery.change(inner, "global_clipnorm", tight)
                 changed.append(f"{inner.name}: global_clipnorm {now} -> {tight:g}")
-    except BaseException:  # an optimizer of the user's own may raise
-        undo()
-        raise
+        if changed:
+            run.rebuild()
     if not changed:
         raise NotDoneError(", ".join(reasons) or "there is no optimizer")
-    run.rebuild(undo)
     return Done(", ".join([*changed, *reasons]))
 
 
-def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
-    run, growth, bounds = context.run, p["growth_steps"], context.run.policy.loss_scale
-    undo, changed = run.recovery.restorer(), []
+def _fix_loss_scale(context: ActionContext, p: actions.FixLossScale) -> Done:
+    run, growth, bounds = context.run, p.growth_steps, context.run.policy.loss_scale
+    changed = []
     scaling = [o for o in run.train_state().optimizers if keras_optimizers.scales_of(o)]
     if not scaling:
         raise NotDoneError("the model does not scale its loss")
     if growth:  # first, because compiling may fail
-        for optimizer in scaling:
-            run.recovery.change(optimizer, "dynamic_growth_steps", growth)
-        run.rebuild(undo)
+        with run.recovery.all_or_nothing():
+            for optimizer in scaling:
+                run.recovery.change(optimizer, "dynamic_growth_steps", growth)
+            run.rebuild()
     for optimizer in scaling:
         scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(keras_variables.read(scale))
-        start = p["reset_to"] if p["reset_to"] is not None else before
+        start = p.reset_to if p.reset_to is not None else before
         start = optimizer.initial_scale if math.isnan(start) else start
         after = min(max(start, bounds.floor), bounds.ceiling)
         fresh = np.zeros_like(keras_variables.read(counter))
@@ -218,8 +200,8 @@ def _fix_loss_scale(context: ActionContext, p: Parameters) -> Done:
     return Done(", ".join(changed))
 
 
-def _repair(context: ActionContext, p: Parameters) -> Done:
-    run, source, state = context.run, p["source"], context.run.train_state()
+def _repair(context: ActionContext, p: actions.Repair) -> Done:
+    run, source, state = context.run, p.source, context.run.train_state()
     whole = (*state.trainable, *state.statistics, *state.slots)
     accepts = run.state_check.accepts
     bad = [v for v in whole if not accepts(v, keras_variables.view(v))]
@@ -263,11 +245,11 @@ def _first_slots(run: Run) -> dict[int, np.ndarray[Any, Any]]:
     return first
 
 
-def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
+def _reset_batchnorm(context: ActionContext, p: actions.ResetBatchnorm) -> Done:
     values = initial_statistics(keras_layers.batchnorms(context.run.model))
     if not values:
         raise NotDoneError("the model has no BatchNormalization")
-    if p["source"] == "last_good":
+    if p.source == "last_good":
         good = _source(context, "last_good", [v for v, _ in values])
         values = [(v, good.get(id(v))) for v, _ in values]
         if any(value is None for _, value in values):
@@ -276,33 +258,34 @@ def _reset_batchnorm(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{times(len(values), 'statistic')} reset")
 
 
-def _recalibrate_batchnorm(context: ActionContext, p: Parameters) -> Done:
+def _recalibrate_batchnorm(context: ActionContext, p: actions.RecalibrateBatchnorm) -> Done:
     run, layers = context.run, learning(context.run.model)
     if not layers:
         raise NotDoneError("the model has no BatchNormalization that learns its statistics")
     if not runs_alone(run.model):
         raise NotDoneError("a batch is spread over several devices or processes")
-    batches = run.recent.last(p["batches"])
+    batches = run.recent.last(p.batches)
     if not batches:
         raise NotDoneError("no batch is in memory")
-
-    def impossible(error: Exception) -> NoReturn:
+    try:
+        estimates = reestimated(run, layers, batches)
+    except StateLostError:
+        raise
+    except Exception as error:
         why = f"the model cannot run on the arguments of a step: {type(error).__name__}: {error}"
         raise NotDoneError(str(error) if isinstance(error, GuardError) else why) from error
-
-    estimates = attempted(lambda: reestimated(run, layers, batches), impossible)
     write_all(estimates)
     source = times(len(batches), "good step")
     return Done(f"{times(len(estimates), 'statistic')} re-estimated from the last {source}")
 
 
-def _reset_slots(context: ActionContext, p: Parameters) -> Done:
+def _reset_slots(context: ActionContext, p: actions.ResetSlots) -> Done:
     run = context.run
     slots = [v for v in run.train_state().slots if finiteness.is_float(v.dtype)]  # no step counts
-    if p["scope"] == "bad":
+    if p.scope == "bad":
         slots = [v for v in slots if not keras_variables.is_finite(v)]
     if not slots:
-        raise NotDoneError("no slot is bad" if p["scope"] == "bad" else "there is no slot")
+        raise NotDoneError("no slot is bad" if p.scope == "bad" else "there is no slot")
     first = _first_slots(run)
     if any(id(variable) not in first for variable in slots):
         raise NotDoneError("a new optimizer of this configuration has other slots")
@@ -310,9 +293,9 @@ def _reset_slots(context: ActionContext, p: Parameters) -> Done:
     return Done(f"{times(len(slots), 'slot')} reset")
 
 
-def _ended(context: ActionContext, p: Parameters, how: str) -> Done:
+def _ended(context: ActionContext, p: actions.Ending, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
-    restores = p["restore"]
+    restores = p.restore
     done = _restore_last_good(context) if restores else Done("no state is restored")
     return done._replace(text=ended(how, done.text, *_rates_left(context.run, restores)))
 
@@ -322,24 +305,22 @@ def _restore_last_good(context: ActionContext) -> Done:
     run, diverged = context.run, context.incident.diverged
     if context.has_restored:
         return Done("the model keeps the state that was restored")
-    good, wanted = last_good(context)
+    good, wanted = rollback.last_good(context)
     if good:
         return Done("the model still has the last good state")
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         return Done("there is no good state to restore")
-    rerun = None if diverged else plan_replay(context, snapshot)
-
-    def restored() -> Done:
-        restore(context, snapshot, rerun)
-        again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-        return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
-
-    def failed(problem: Exception) -> Done:  # training ends all the same
+    rerun = None if diverged else rollback.plan_replay(context, snapshot)
+    try:
+        rollback.restore(context, snapshot, rerun)
+    except StateLostError:
+        raise
+    except Exception as problem:  # noqa: BLE001  training ends all the same
         why = f"not restored: {type(problem).__name__}: {problem}"
         return Done(restored_state(snapshot.moment, why))
-
-    return attempted(restored, failed)
+    again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
+    return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:
@@ -367,8 +348,8 @@ def _shown(rate: Rate) -> str:
     return "an unknown value" if value is None else f"{value:.3g}"
 
 
-def _call(context: ActionContext, p: Parameters) -> Done:
-    name, functions = p["function"], context.run.functions
+def _call(context: ActionContext, p: actions.Call) -> Done:
+    name, functions = p.function, context.run.functions
     if name not in functions:
         names = ", ".join(sorted(functions)) or "none"
         raise NotDoneError(f"no function is registered as {name!r} (registered: {names})")
@@ -376,7 +357,7 @@ def _call(context: ActionContext, p: Parameters) -> Done:
     return Done("" if result is None else str(result))
 
 
-PERFORMERS: dict[str, Callable[[ActionContext, Parameters], Done]] = {
+PERFORMERS: dict[str, Callable[[ActionContext, Any], Done]] = {
     "skip": lambda context, p: Done("the step was skipped; the state did not change"),
     "rollback": _roll_back,
     "lower_lr": _lower_lr,
@@ -386,7 +367,7 @@ PERFORMERS: dict[str, Callable[[ActionContext, Parameters], Done]] = {
     "reset_batchnorm": _reset_batchnorm,
     "recalibrate_batchnorm": _recalibrate_batchnorm,
     "reset_slots": _reset_slots,
-    "warn": lambda context, p: Done(str(p.get("message", ""))),
+    "warn": lambda context, p: Done(p.message),
     "stop": partial(_ended, how="training stops"),
     "raise_error": partial(_ended, how="NonFiniteError is raised"),
     "call": _call,

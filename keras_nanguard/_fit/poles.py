@@ -23,7 +23,7 @@ MAX_PASSED = 10
 by the bounds of the policy.
 """
 
-Unusable = Mapping[int, tuple[int, float]]
+Unusable = dict[int, tuple[int, float]]
 """Iteration and rate of a schedule without a usable rate, by `id` of the optimizer."""
 
 
@@ -38,7 +38,7 @@ class Poles:
         """Return the poles that the optimizers have now, or had one update `ago`: a rate that is
         not finite, or above the `highest` magnitude.
         """
-        unusable = {}
+        unusable = Unusable()
         for optimizer in self._run.train_state().optimizers:
             iteration = scheduled_iteration(optimizer, ago)
             rate = 0.0 if iteration is None else _rate(optimizer, iteration)

@@ -42,7 +42,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
-from keras_nanguard._fit.rollback import LowerRateRestart
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -85,13 +84,14 @@ class Lost:
 
     Attributes:
         incident: findings, and a diagnosis with the measurements as evidence.
+        restart: the step of the snapshot from which the change begins.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
         restore_rates: restores the learning rates from before the change.
     """
 
     incident: Incident
-    restart: LowerRateRestart
+    restart: int
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -212,8 +212,10 @@ class _Trials:
         others = (self._present, going_on, first)
         least = min(map(fmean, others[:2] if self._diverged else others))
         best, far, clear = None, False, False
-        for origin in self._origins():
-            arm = self._best_arm(origin, batches)
+        for origin in self._origins():  # one trial for each of the lower rates
+            ends = ((f, self._trying.trained(origin.state, batches, f)) for f in FACTORS)
+            arms = (self._arm(origin.snapshot, f, end) for f, end in ends if end is not None)
+            arm = min(arms, key=lambda arm: arm.mean, default=None)
             if arm is None or (best is not None and best.mean <= arm.mean):
                 continue
             best, clear = arm, all(clearly_lower(arm.losses, losses) for losses in others)
@@ -233,12 +235,6 @@ class _Trials:
             if self._is_better(best.state, best.losses):
                 yield best
         yield self._start
-
-    def _best_arm(self, origin: _Arm, batches: Sequence[Any]) -> _Arm | None:
-        """Return the trial at a lower rate with the lowest loss."""
-        ends = ((f, self._trying.trained(origin.state, batches, f)) for f in FACTORS)
-        arms = (self._arm(origin.snapshot, f, end) for f, end in ends if end is not None)
-        return min(arms, key=lambda arm: arm.mean, default=None)
 
     def _arm(self, snapshot: Snapshot, factor: float, state: State) -> _Arm:
         return _Arm(snapshot, factor, state, self._trying.losses(state, self._held_out))
@@ -263,7 +259,9 @@ class _Trials:
         exchanged = self._start_exchanged
         own = [start.losses[number] for number in exchanged]
         if not exchanged or np.allclose(list(exchanged.values()), own, rtol=EXACT):
-            return [math.inf] * len(start.losses) if self._has_stepped(start) else start.losses
+            (optimizer,) = self._run.train_state().optimizers
+            counted = start.state.get(id(keras_optimizers.iterations(optimizer)), 0)
+            return [math.inf] * len(start.losses) if counted > 0 else start.losses
         losses = [exchanged.get(number, loss) for number, loss in enumerate(start.losses)]
         return losses if clearly_lower(start.losses, losses) else start.losses
 
@@ -271,11 +269,6 @@ class _Trials:
     def _start_exchanged(self) -> dict[int, float]:
         """The losses of the first state with the inputs of another batch."""
         return self._exchanged(self._start.state, self._start.losses)
-
-    def _has_stepped(self, arm: _Arm) -> bool:
-        """Whether the optimizer has counted steps before a state."""
-        (optimizer,) = self._run.train_state().optimizers
-        return bool(arm.state.get(id(keras_optimizers.iterations(optimizer)), 0) > 0)
 
     def _is_well_explained(self, arm: _Arm) -> bool:
         """Whether a tenth of the loss depends on the inputs."""
@@ -360,8 +353,7 @@ class _Trials:
         values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        restart = LowerRateRestart(step, best.factor)
-        return Lost(incident, restart, self._trying.present, self._settings, restore_rates)
+        return Lost(incident, step, self._trying.present, self._settings, restore_rates)
 
 
 def _explained_share(losses: Sequence[float], exchanged: Mapping[int, float]) -> float:

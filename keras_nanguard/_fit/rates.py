@@ -50,6 +50,8 @@ class Rate:
 
     Attributes:
         factor: the current factor of the guard.
+        given: replaces the factor of a schedule while a pure step function is traced; `None` does
+            not.
     """
 
     def __init__(self, optimizer: Any):
@@ -59,7 +61,7 @@ class Rate:
         self._left: float | None = None  # the same as the guard has left it
         self._absolute = False  # whether another callback computes the plain rate itself
         self._scale: Any = None
-        self._given: Any = None  # replaces the factor of a schedule
+        self.given: Any = None
         self._overrides = Overrides()
 
     @property
@@ -96,21 +98,10 @@ class Rate:
 
         def scaled(real: Callable[[], Any]) -> Any:
             rate = keras.ops.convert_to_tensor(real())
-            return rate * keras.ops.cast(scale if self._given is None else self._given, rate.dtype)
+            return rate * keras.ops.cast(scale if self.given is None else self.given, rate.dtype)
 
         keras_optimizers.set_rate(self.optimizer, scaled, self._overrides)
         return True
-
-    @contextmanager
-    def read_as(self, factor: Any) -> Iterator[None]:
-        """Replace the factor of a schedule inside the context, in which a pure step function is
-        traced; `None` does not.
-        """
-        self._given = factor
-        try:
-            yield
-        finally:
-            self._given = None
 
     def restore(self, factor: float) -> None:
         """Set the factor to an earlier value; 1 is the rate of a run without the guard."""

@@ -11,17 +11,17 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
 from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.json_records import Whole
-from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._fit.rates import Lowering, Rate, RateChange
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
 from keras_nanguard._policy.records import Record
@@ -57,16 +57,10 @@ class Recovery:
     # The counts of the policy
 
     def count(self, counted: PolicyState) -> None:
-        """Continue with a state that has counted an incident, or the outcomes of its decision."""
+        """Continue with a state that has counted an incident, the outcomes of its decision, or a
+        good result; or with other streaks, as replayed steps have their own.
+        """
         self.policy_state = counted
-
-    def continue_streaks(self, of: PolicyState) -> None:
-        """Continue with the streaks of another state; replayed steps have streaks of their own."""
-        self.policy_state = self.policy_state.with_streaks_of(of)
-
-    def count_good_result(self, site: Site) -> None:
-        """Note a result of this site that is finite."""
-        self.policy_state = self.policy_state.with_good_result(site)
 
     # Settings of the optimizers
 
@@ -82,21 +76,22 @@ class Recovery:
 
         return restore
 
-    def restorer(self) -> Callable[[], None]:
-        """Return a function that undoes all later changes to rates and settings, for a step that is
-        compiled as now.
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Return a context that undoes all changes to rates and settings in it if it raises, so
+        that they fit the step as it was compiled before.
         """
         restore_rates, settings = self.rates_restorer(), len(self.changed)
         adjustable = {key for key, rate in self.rates.items() if rate.adjustable}
-
-        def restore() -> None:
+        try:
+            yield
+        except BaseException:  # an optimizer or a schedule of the user's own may raise
             restore_rates()
             for key, rate in self.rates.items():
                 if key not in adjustable:
                     rate.release()
             self._give_back(settings)
-
-        return restore
+            raise
 
     def rate(self, optimizer: Any) -> Rate:
         """Return the rate of one optimizer."""
@@ -134,9 +129,9 @@ class Recovery:
     @contextmanager
     def with_adjustments(self, numbers: Mapping[int, Any]) -> Iterator[None]:
         """Replace the factors of the rates by these numbers inside the context."""
-        with ExitStack() as replaced:
+        with Overrides() as replaced:
             for rate in self.rates.values():
-                replaced.enter_context(rate.read_as(numbers.get(id(rate))))
+                replaced.set(rate, "given", numbers.get(id(rate)))
             yield
 
     # For the next fit, and another process
@@ -211,34 +206,20 @@ class Recovery:
         """Keep the loss scale within these bounds."""
         self.scale_bounds = (floor, ceiling)
 
-    @property
-    def lowered_at(self) -> int:
-        """Number of committed steps when the rate was last lowered, 0 if it never was."""
-        return self.lowering.at or 0
-
-    def hold_rates(self) -> None:
-        """Keep lowered rates lowered before an execution."""
-        for rate in self.rates.values():
-            rate.hold()
-
-    def after_good_step(self, committed: int, train_state: Callable[[], TrainState]) -> float:
+    def after_good_step(self, committed: int, train_state: TrainState) -> float:
         """Run due tasks after a good step, or after an execution of several whose last one was
         good; return the number of further steps until something may be due, infinity for never.
-
-        Args:
-            train_state: returns the train state, whose variables have the current values.
         """
         left = math.inf
         if self.lowering.recover_after:
-            left = self.lowering.recover_after - (committed - self.lowered_at)
+            left = self.lowering.recover_after - (committed - (self.lowering.at or 0))
             if left <= 0:
-                train_state()
                 for rate in self.rates.values():
                     rate.restore(1.0)
                 self.keep_rates()
                 left = math.inf
         if self.scale_bounds is not None:
-            left = min(left, _keep_scales(train_state(), *self.scale_bounds))
+            left = min(left, _keep_scales(train_state, *self.scale_bounds))
         return left
 
     # Rollbacks
@@ -247,7 +228,7 @@ class Recovery:
         """Continue counting from fewer committed steps."""
         if self.lowering.at is not None:
             self.lowering = self.lowering.replaced(at=min(self.lowering.at, committed))
-        self.continue_streaks(PolicyState())
+        self.count(self.policy_state.with_streaks_of(PolicyState()))
 
 
 def _keep_scales(train_state: TrainState, floor: float, ceiling: float) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
+
+from keras_nanguard._backends import current
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.shared.rules import MIN_LOSS_SCALE
 from keras_nanguard._core import finiteness
@@ -22,6 +25,7 @@ from keras_nanguard._keras import (
     layers as keras_layers,
     variables as keras_variables,
 )
+from keras_nanguard._keras.all_or_none import write_all
 from keras_nanguard._policy.decide import is_of_data
 
 MUCH_HIGHER = 2.0**10
@@ -113,7 +117,9 @@ class Refusals:
             again = step - 1 == self._unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
             if not back and (again or self._is_bad_by_noise(args)):
-                run.advance_generators()  # else the next step draws the same noise once more
+                # Else the next step draws the same noise once more.
+                write_all(keras_variables.moved_seeds(run.train_state().other))
+                current.host().advance_generator()
             self._unexplained = step
         if incident.diverged:
             self._diverged = state
@@ -122,9 +128,13 @@ class Refusals:
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
-        if args is None or not keras_variables.seeds(self._run.train_state().other):
+        seeds = keras_variables.moved_seeds(self._run.train_state().other)
+        others = {id(seed): value for seed, value in seeds}
+        if args is None or not seeds:
             return False
-        return tried(self._run, lambda trying: trying.is_bad_by_noise(args), False)
+        return tried(
+            self._run, lambda t: not t.is_finite(args) and t.is_finite(args, others), False
+        )
 
 
 # Overflows
@@ -174,4 +184,6 @@ def _is_finite_at(run: Run, loss_scale: float, arguments: Any) -> bool:
     args = run.replayable(arguments)
     if args is None:
         return False
-    return tried(run, lambda trying: trying.is_finite_at(loss_scale, args), False)
+    scales = [scale for scale, _ in run.train_state().scales]
+    others = {id(scale): np.asarray(loss_scale, str(scale.dtype)) for scale in scales}
+    return tried(run, lambda trying: trying.is_finite(args, others), False)

@@ -16,9 +16,9 @@ import keras
 import numpy as np
 
 from keras_nanguard._core import finiteness
+from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._fit.fit_logs import numbers
-from keras_nanguard._fit.run import attempted
 from keras_nanguard._keras import arrays as keras_arrays, fitting as keras_fitting
 
 BATCHES = 64
@@ -55,27 +55,24 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     Raises:
         StateLostError: if the variables could not be restored.
     """
-
-    def failed(error: Exception) -> Diagnosis:
-        why = f"The diagnosis failed: {type(error).__name__}: {error}"
-        return Diagnosis("unknown", evidence=(why,))
-
-    return attempted(lambda: _diagnosis(model, variables), failed)
-
-
-def _diagnosis(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
     from keras_nanguard._backends.shared.replay import preserved
     from keras_nanguard._diagnose.examination import diagnose
 
-    with preserved(variables, model):
-        for x, y, weights in itertools.islice(_batches(), BATCHES):
-            predicted = model(x, training=False)
-            if not _finite(predicted):
-                return diagnose(model, x, None, None).diagnosis
-            is_scored = y is not None and model.compiled
-            if is_scored and not _finite(model.compute_loss(x, y, predicted, weights)):
-                return diagnose(model, x, y, weights).diagnosis
-    return None
+    try:
+        with preserved(variables, model):
+            for x, y, weights in itertools.islice(_batches(), BATCHES):
+                predicted = model(x, training=False)
+                if not _finite(predicted):
+                    return diagnose(model, x, None, None).diagnosis
+                is_scored = y is not None and model.compiled
+                if is_scored and not _finite(model.compute_loss(x, y, predicted, weights)):
+                    return diagnose(model, x, y, weights).diagnosis
+        return None
+    except StateLostError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        why = f"The diagnosis failed: {type(error).__name__}: {error}"
+        return Diagnosis("unknown", evidence=(why,))
 
 
 def one_batch() -> tuple[Any, Any, Any] | None:

@@ -13,18 +13,10 @@ from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, GuardError, expected
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
+from keras_nanguard._fit import snapshot_files
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshot_files import (
-    FOLDER,
-    GUARD_STATE,
-    SnapshotFile,
-    SnapshotRecord,
-    build_optimizers,
-    read,
-    signature,
-    written,
-)
+from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotRecord
 from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
@@ -63,14 +55,14 @@ class Resumed:
 
     def _restore_state(self, run: Run) -> None:
         before = run.train_state()
-        build_optimizers(before, self.record.optimizers)
+        snapshot_files.build_optimizers(before, self.record.optimizers)
         for optimizer in before.optimizers if self.record.step else ():
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
         train_state = run.train_state()
         # If no optimizer was built, no step can have run.
         untrained = all(weights is None for weights in self.record.optimizers)
-        if untrained and self.record.signature != signature(train_state.everything):
+        if untrained and self.record.signature != snapshot_files.signature(train_state.everything):
             why = f"{self.path} was written before the model was built"
             warnings.warn(f"NanGuard starts from the current weights: {why}.", stacklevel=2)
         else:
@@ -157,7 +149,7 @@ class Start:
         if theirs is not None and theirs > resuming.epoch:
             resuming = replace(resuming, epoch=theirs, batch=0, with_state=False)
         self.resuming, self._settled = resuming, True
-        run.lines.say(resuming.sentence(self._epochs))
+        run.log.line(resuming.sentence(self._epochs))
         if resuming.with_state:
             keras_fitting.begin_at(run.model, resuming.epoch)
             if resuming.leaves_nothing_of(self._epochs):
@@ -199,16 +191,16 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
         GuardError: if there are snapshots and none of them can be used, or if the folder cannot be
             read.
     """
-    folder = Path(directory) / FOLDER
+    folder = Path(directory) / snapshot_files.FOLDER
     faults: list[str] = []
     try:
-        paths = written(folder)
+        paths = snapshot_files.written(folder)
     except FileFormatError as error:
         remedy = "Give the guard a directory that it may read and write."
         raise GuardError(expected("a folder of snapshots", error, remedy)) from error
     for path in reversed(paths):
         try:
-            record = read(path)
+            record = snapshot_files.read(path)
             if not record.verified:
                 continue
             guard_state = _guard_state(folder)
@@ -227,7 +219,7 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
 def _guard_state(folder: Path) -> GuardState:
     """Return the last changes of the policy; none if their file is broken."""
     try:
-        return GuardState.from_dict(atomic_files.read_json(folder / GUARD_STATE))
+        return GuardState.from_dict(atomic_files.read_json(folder / snapshot_files.GUARD_STATE))
     except FileFormatError as error:
         text = f"NanGuard resumes without the policy state: {error}."
         warnings.warn(text, stacklevel=3)

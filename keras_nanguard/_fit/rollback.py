@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.history import WINDOW, level_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._fit.poles import Poles
+from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
@@ -32,26 +32,17 @@ MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
 
-class LowerRateRestart(NamedTuple):
-    """From where, and with which share of the learning rate, a diverged run trains better: the step
-    of the snapshot, and the factor of the rate.
-    """
-
-    step: int
-    rate_factor: float
-
-
 @dataclass(frozen=True, slots=True)
 class ActionContext:
     """What the actions of one decision have in common.
 
     Attributes:
         replays: number of rollbacks since the first of the running replays began; 0 outside.
-        restart: the change that helps a run that is proven to have diverged, `None` for another
-            incident.
+        restart: the step of the snapshot from which a run that is proven to have diverged trains
+            better, at the `rate_factor` of the incident; `None` for another incident.
         written_outside: whether other code has written the bad state after the last step.
-        rates_before: the learning rate of each optimizer before the first action, by `id`; empty
-            unless an action lowers it.
+        rates_before: the learning rate of each optimizer before the first action, by `id`, without
+            those that raise; empty unless an action lowers it.
         has_restored: whether an earlier action of the decision has restored a snapshot.
     """
 
@@ -59,7 +50,7 @@ class ActionContext:
     incident: Incident
     report: Report | None
     replays: int
-    restart: LowerRateRestart | None = None
+    restart: int | None = None
     written_outside: bool = False
     rates_before: Mapping[int, float] = field(default_factory=dict)
     has_restored: bool = False
@@ -74,7 +65,7 @@ def before_onset(context: ActionContext) -> Snapshot | None:
     """
     run, incident, restored = context.run, context.incident, context.run.counts.restored
     if context.restart is not None:
-        onset = context.restart.step
+        onset = context.restart
     else:
         onset = incident.step if incident.onset is None else int(incident.onset)
         if restored is not None and not _improved(run, restored):
@@ -144,10 +135,9 @@ def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
     """
     run, incident = context.run, context.incident
     ends = incident.decision is not None and incident.decision.terminal
-    if context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS):
+    stays = context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS)
+    if stays or (not run.step and context.report is None):  # no step has run
         return run.agreement.rerun(None)
-    if not run.step and context.report is None:
-        return run.agreement.rerun(None)  # no step has run
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
     by_step = not (incident.refused or context.written_outside)
     if run.can_run_again and by_step and (ends or bad):
@@ -172,14 +162,19 @@ def restore(
         StateLostError: if neither the snapshot nor the previous state could be written completely.
         Exception: if the snapshot could not be written; the model has the previous state.
     """
-    run, step, undone = context.run, snapshot.step, _committed_since(context, snapshot)
+    run, incident, step = context.run, context.incident, snapshot.step
+    bad = any(finding.kind == "nonfinite" for finding in incident.findings)
+    # A step may have committed, but not count as good.
+    uncounted = not incident.refused and context.report is not None and bad
+    undone = run.counts.good - snapshot.good + uncounted
     _write(run, snapshot, replays=rerun is not None, reseed=reseed)
     run.ring.forget_after(step)
     batches = enumerate(rerun.batches, step) if rerun is not None else ()
     again = frozenset(number for number, args in batches if args is not None)
     data = {"to": step, "undone": undone, "run_again": len(again)}
     then = f"; {len(again)} steps replayed" if again else ""
-    run.recording.undo(step, again, f"Restored the state {snapshot.moment}{then}.", data)
+    run.recorder.undo(step, again)
+    run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
     return undone
 
 
@@ -200,15 +195,6 @@ def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         current.host().advance_generator()
 
 
-def _committed_since(context: ActionContext, snapshot: Snapshot) -> int:
-    """Return how many steps have committed since a snapshot."""
-    incident = context.incident
-    bad = any(finding.kind == "nonfinite" for finding in incident.findings)
-    # A step may have committed, but not count as good.
-    uncounted = not incident.refused and context.report is not None and bad
-    return context.run.counts.good - snapshot.good + uncounted
-
-
 class ReplayQueue:
     """The steps of one run that rollbacks have undone, and that are still to run again.
 
@@ -219,6 +205,7 @@ class ReplayQueue:
         poles: the poles of its schedules, which are passed over.
 
     Attributes:
+        running: whether steps run again that a rollback has undone, or are to.
         rollbacks: number of rollbacks since the first of the running replays began; 0 outside.
     """
 
@@ -228,7 +215,8 @@ class ReplayQueue:
         self._metrics: list[tuple[Any, Any]] = []
         self._stopped = self._refused = False
         self._streaks = PolicyState()
-        self.rollbacks = 0
+        self._unusable: Unusable = {}
+        self.rollbacks, self.running = 0, False
 
     @property
     def goes_on(self) -> bool:
@@ -237,21 +225,24 @@ class ReplayQueue:
         """
         return bool(self._batches) and (self._stopped or not self._run.stopped)
 
-    def go_back(self, snapshot: Snapshot, rerun: Rerun | None) -> None:
+    def go_back(self, snapshot: Snapshot, rerun: Rerun | None, poles: Unusable) -> None:
         """Continue from a snapshot that was restored: remove the steps since then from counts,
         batches and measurements, and replay them if they are given.
+
+        Args:
+            poles: those that the incident is about, to be passed over after the replays.
         """
         run, counts = self._run, self._run.counts
-        if rerun is not None and not self.rollbacks:
+        if rerun is not None and not self.running:
             self._stopped, self._refused = run.stopped, counts.last_refused
-            self._streaks = run.recovery.policy_state
+            self._streaks, self._unusable = run.recovery.policy_state, poles
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
         counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
         if rerun is None:
             run.recent.restart()
             return
-        self.rollbacks += 1
+        self.rollbacks, self.running = self.rollbacks + 1, True
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
@@ -288,14 +279,16 @@ class ReplayQueue:
         Args:
             completed: whether no exception has ended them.
         """
-        run, self.rollbacks = self._run, 0
+        run, self.rollbacks, self.running = self._run, 0, False
         run.counts.end_replay(len(self._batches), self._refused)
-        run.recovery.continue_streaks(self._streaks)
+        run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
         self._batches.clear()
         if completed:
             run.access.sync_variables()
             for variable, value in self._metrics:
                 keras_variables.write(variable, value)
+            run.save_changes()
+            self._poles.pass_over_found(self._unusable)
 
     def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back

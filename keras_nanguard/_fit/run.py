@@ -5,46 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
-from keras_nanguard._backends.shared.batches import takes_iterator
+from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.log import RunLines, RunRecording
+from keras_nanguard._fit.log import GuardLog, RunRecording
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
 from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, Due, RecentBatches
-from keras_nanguard._keras.all_or_none import write_all
+from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._keras.variables import moved_seeds
 from keras_nanguard._policy.policy import Policy
-from keras_nanguard._recording.recorder import Recorder
-
-T = TypeVar("T")
-
-
-def attempted(do: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
-    """Return the result of a function, or if it raises, that of another one, given the exception.
-
-    Raises:
-        StateLostError: if the function does: training cannot continue then.
-    """
-    try:
-        return do()
-    except StateLostError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        return otherwise(error)
+from keras_nanguard._recording.database import NAME
 
 
 class Run:
@@ -56,9 +40,9 @@ class Run:
         shown: this folder as the user wrote it, for messages and for the paths of bundles.
 
     Attributes:
-        lines: prints the lines that are not about an incident.
+        log: what the guard prints and records, in all of its fits.
         access: host access to the train state and to the guarded step, from the backend.
-        recorder: the recording of all fits of the guard; `recording` adds what this run knows.
+        recorder: the recording of `log`; `recording` adds what this run knows.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: when the tasks between two steps are due.
@@ -76,27 +60,23 @@ class Run:
         self,
         model: Any,
         policy: Policy,
-        recorder: Recorder,
+        log: GuardLog,
         optimizers: Any,
         functions: Mapping[str, Callable[..., Any]],
         directory: Path | None,
         shown: str | None,
-        say: Callable[[str], None],
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
-        self.functions, self.lines = functions, RunLines(say)
+        self.functions, self.log, self._said = functions, log, set[str]()
         folder, self._scratch = processes.folder(directory)
         self.directory = None if folder is None else str(folder)
         self.shown = shown if self._scratch is None else self.directory
-        self.access = StateAccess()
+        self.attach(StateAccess())
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
-        self.recorder = recorder
-        self.recording = RunRecording(
-            recorder, self.counts, self.recovery, policy, self.train_state
-        )
+        self.recorder = log.recorder
+        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
         self.history = History()
-        self.recent = RecentBatches(self.batch_of)
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
         self._folder = self._snapshot_folder()
@@ -115,7 +95,7 @@ class Run:
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return SnapshotFolder(self.directory, self.lines.once)
+        return SnapshotFolder(self.directory, self.say_once)
 
     @property
     def step(self) -> int:
@@ -136,16 +116,28 @@ class Run:
         """Run the steps from now on through this access. A replay would run the earlier batches
         through it, too, so they are forgotten.
         """
-        self.access = access
-        self.recent.release()
+        self.access, self.recent = access, RecentBatches(access)
 
     def begin(self, resumed: int | None) -> None:
         """Begin to record the run before its first step; `resumed` is the step of the snapshot from
         which its state was restored, if any.
         """
         self.began = True
-        own = self.directory if processes.index() == 0 else None
-        self.recording.begin(self.model, own, resumed)
+        meta = {
+            "model": str(getattr(self.model, "name", type(self.model).__name__)),
+            "backend": current.name(),
+            "versions": current.versions(),
+            "policy": self.policy.to_toml(),
+        }
+        writes = self.directory is not None and processes.index() == 0
+        self.recorder.begin(
+            meta,
+            scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
+            path=Path(self.directory or "") / NAME if writes else None,
+            resumed=resumed,
+            epoch=self.counts.epoch,
+        )
+        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
 
     def stop(self, log_worst_metrics: bool) -> None:
         """End training; the epoch may have to log the worst metrics."""
@@ -171,20 +163,10 @@ class Run:
         """Whether steps can run again, without a change of something that snapshots do not have."""
         return self.can_run_again and not self.access.transaction.learned.changes_outside
 
-    def batch_of(self, arguments: Any) -> Any:
-        """Return the arguments of a step as they were given; `None` if they are gone, as is what
-        an iterator among them has yielded.
-
-        Args:
-            arguments: those that the step has returned.
-        """
-        gone = arguments is None or takes_iterator(arguments)
-        return None if gone else self.access.transaction.batch(arguments)
-
     def replayable(self, arguments: Any) -> Any:
-        """Return the same as `batch_of`, but `None` if the step cannot be replayed."""
+        """Return what `RecentBatches.as_given` does; `None` if the step cannot be replayed."""
         gone = processes.count() > 1 or not self.can_run_again
-        return None if gone else self.batch_of(arguments)
+        return None if gone else self.recent.as_given(arguments)
 
     # The train state
 
@@ -193,14 +175,10 @@ class Run:
         self.access.sync_variables()
         return self._traced or self.read_train_state()
 
-    def rebuild(self, undo: Callable[[], None]) -> None:
-        """Compile the step again; if that fails, undo what would be built into it."""
+    def rebuild(self) -> None:
+        """Compile the step again, because something has changed that is built into it."""
         self.rebuilds += 1
-        try:
-            self.access.rebuild()
-        except Exception:
-            undo()
-            raise
+        self.access.rebuild()
 
     def read_train_state(self) -> TrainState:
         """Return the current train state of the model."""
@@ -233,14 +211,10 @@ class Run:
             self.state_check.tolerate(train_state, self.model)
         return self.state_check.scan(train_state, before)
 
-    def advance_generators(self) -> None:
-        """Advance every random generator of the model: the next step draws other numbers."""
-        write_all(moved_seeds(self.train_state().other))
-        current.host().advance_generator()
-
-    def optional(self, what: str, check: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return the result of a check that training does not need. If it raises, return what
-        `otherwise` does: the user's model may not run this way.
+    @contextmanager
+    def optional(self, what: str = "") -> Iterator[None]:
+        """Return a context for a check that training does not need. If it raises, the context ends:
+        the user's model may not run this way.
 
         Args:
             what: what the check does, for a line "cannot ..." that is printed once; `""` for none.
@@ -248,13 +222,25 @@ class Run:
         Raises:
             StateLostError: if the state could not be restored after the check.
         """
-
-        def failed(error: Exception) -> T:
+        try:
+            yield
+        except StateLostError:
+            raise
+        except Exception as error:  # noqa: BLE001
             if what:
-                self.lines.once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
-            return otherwise()
+                self.say_once(what, f"NanGuard: cannot {what}: {type(error).__name__}: {error}")
 
-        return attempted(check, failed)
+    def say_once(self, subject: str, line: str) -> None:
+        """Print a line, unless one about this subject was printed in this run."""
+        if subject not in self._said:
+            self._said.add(subject)
+            self.log.line(line)
+
+    def say_lacks_memory(self, what: str, size: float) -> None:
+        """Print once that a copy of this many bytes does not fit, and the consequence."""
+        needed, free = memory.readable(size), memory.readable(memory.room())
+        line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
+        self.say_once(what, line)
 
     # The changes of the policy, for the next fit and for another process
 

@@ -9,17 +9,15 @@ read one row of numbers, count, and every hundred steps copy the state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Executed
-from keras_nanguard._core.incident import Diagnosis, Finding, Incident, NonFiniteError
+from keras_nanguard._core.incident import Diagnosis, Finding, NonFiniteError
 from keras_nanguard._core.verdict import PERIOD, Report, Verdict
-from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.fit_logs import FitLogs
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
@@ -32,14 +30,10 @@ if TYPE_CHECKING:
     from keras_nanguard._diagnose.explainer import Explainer
 
 
-T = TypeVar("T")
-
-
 class Session:
     """The host side of the transaction: what happens before and after each step of a run.
 
     Args:
-        announce: called with each complete incident, in order.
         explain: makes the diagnosis of an incident, `None` for none.
 
     Attributes:
@@ -49,15 +43,9 @@ class Session:
         guard_state: the changes of the policy at the end of the fit.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        announce: Callable[[Incident], None],
-        explain: Explainer | None,
-        bad_rows: BadRows,
-    ):
-        self.run, self.logs, self.bad_rows = run, FitLogs(run.model), bad_rows
-        self.incidents = Incidents(run, announce, explain, bad_rows)
+    def __init__(self, run: Run, explain: Explainer | None):
+        self.run, self.logs = run, FitLogs(run.model)
+        self.incidents = Incidents(run, explain)
         self.tasks = Tasks(run, self.incidents)
         self.finished = self._deferred = False
         self.start = Start(run)
@@ -92,14 +80,8 @@ class Session:
         return healthy and not self._has_to_act and run.step + 1 < run.due.next
 
     def skip_batches(self, iterator: Iterator[Any], most: int, whole: bool = False) -> int:
-        """Take the next batches that are to be skipped; return their number.
-
-        Args:
-            most: the maximum.
-            whole: whether all of these are skipped if one of them is.
-
-        Returns:
-            The number, 0 if none are to be skipped, or if the data has ended.
+        """Take the next batches that are to be skipped; return their number; for `most` and `whole`
+        see `interface.Session`.
         """
         counts, skipped = self.run.counts, 0
         due = counts.skip_batches
@@ -128,7 +110,8 @@ class Session:
             current.host().set_generator_state(self._generators)
             self._generators = None
         if reads:
-            recovery.hold_rates()
+            for rate in recovery.rates.values():
+                rate.hold()
 
     def follow(self, earlier: Session) -> None:
         """Take over the state of an earlier fit of the same model."""
@@ -196,7 +179,8 @@ class Session:
             self._count_committed(verdict, executed.arguments)
             counts.advance()
         elif run.agreement.all_see(verdict):
-            self._then_replay(lambda: self._judge_execution(executed))
+            with self._replaying():
+                self._judge_execution(executed)
         else:
             executed = executed._replace(verdict=self.incidents.refusals.postponed(verdict))
             return self.after(executed, state_is_current=state_is_current)
@@ -204,36 +188,30 @@ class Session:
             self._run_due()
         return healthy
 
-    def _then_replay(self, act: Callable[[], T]) -> T:
-        """Call a function that may handle incidents, and return its result. Then run the steps
-        again that a rollback has undone.
+    @contextlib.contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Return a context in which incidents may be handled. At its end the steps run again that
+        rollbacks have undone, with all handling after each; each may lead to another rollback. Then
+        a `NonFiniteError` is raised; any other exception is raised at once.
         """
-        replays = self.incidents.replays
-        if replays.rollbacks:  # in a step that runs again
-            return act()
+        replays, completed, ended = self.incidents.replays, False, None
+        if replays.running:  # in a step that runs again
+            yield
+            return
         try:
-            result = act()
-        except BaseException as error:
-            if replays.rollbacks:
-                self._replay(interrupted=not isinstance(error, NonFiniteError))
-            raise
-        if replays.rollbacks:
-            self._replay()
-        return result
-
-    def _replay(self, interrupted: bool = False) -> None:
-        """Run the steps again that rollbacks have undone, with all handling after each, unless an
-        exception has `interrupted` that. Each of them may lead to another rollback.
-        """
-        replays, completed = self.incidents.replays, False
-        try:
-            while replays.goes_on and not interrupted:
-                executed = replays.step()
-                if executed is not None:
+            try:
+                yield
+            except NonFiniteError as error:
+                ended = error
+            while replays.running and replays.goes_on:
+                if (executed := replays.step()) is not None:
                     self.after(executed)
-            completed = not interrupted
+            completed = True
         finally:
-            self.incidents.end_replays(completed)
+            if replays.running:
+                self.incidents.end_replays(completed)
+        if ended is not None:
+            raise ended
 
     def _judge_execution(self, executed: Executed) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
@@ -324,8 +302,9 @@ class Session:
         for name, task in TASKS.items():
             if run.step < run.due.step_of(name) or run.stopped:
                 continue
-            runs_again = self.incidents.replays.rollbacks > 0
-            coming = self._then_replay(partial(task, self.tasks))
+            runs_again = self.incidents.replays.running
+            with self._replaying():
+                coming = task(self.tasks)
             if coming is not None:
                 run.due.plan(name, coming)
             elif runs_again:
@@ -346,10 +325,8 @@ class Session:
         self.finished = True
 
     def note_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
-        """Report an error that has ended an execution, if it is about the data.
-
-        Args:
-            args: the arguments of the step that has raised it, if they are known.
+        """Report an error that has ended an execution, if it is about the data; `args` are those of
+        the step that has raised it, if they are known.
         """
         self.finished = False
         self.incidents.of_error(error, args)
@@ -360,7 +337,7 @@ class Session:
         """
         remedy = f"End the loop if {whose}.stopped is true."
         line = f"NanGuard: training has ended, so steps since then have no effect. {remedy}"
-        self.run.lines.once("steps without effect", line)
+        self.run.say_once("steps without effect", line)
 
     def seen_outside(
         self,
@@ -384,14 +361,15 @@ class Session:
         if bad := run.agreement.between_steps(bad) if act else bad:
             incident = incident_of(run, bad, diagnosis=diagnosis)
             if act:
-                self._then_replay(lambda: self.incidents.handle(incident, written_outside=outside))
+                with self._replaying():
+                    self.incidents.handle(incident, written_outside=outside)
             else:
                 self.incidents.report(incident)
 
     def say_problem(self) -> None:
         """Print once that the recording is no longer written to its file, and why."""
         if problem := self.run.recorder.problem():
-            self.run.lines.say(f"NanGuard: {problem}")
+            self.run.log.line(f"NanGuard: {problem}")
 
     def end(self) -> None:
         """Undo the changes to optimizers, store them for the next fit, and release."""

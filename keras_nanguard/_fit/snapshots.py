@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from keras_nanguard._backends import processes
-from keras_nanguard._core import finiteness, memory
+from keras_nanguard._core import memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
@@ -38,10 +38,6 @@ UNKNOWN = Level(0, math.inf, 0.0)
 Agree = Callable[[bool, bool], tuple[bool, ...]]
 Array = np.ndarray[Any, Any]
 Accepts = Callable[[Any, Array], bool]
-
-
-def _is_finite(variable: Any, value: Array) -> bool:
-    return finiteness.is_finite(value)
 
 
 @dataclass(eq=False)
@@ -151,7 +147,7 @@ class Ring:
     # Taking one
 
     def take(
-        self, about: Snapshot, state: TrainState, accepts: Accepts = _is_finite
+        self, about: Snapshot, state: TrainState, accepts: Accepts
     ) -> Literal["", "memory", "nonfinite"]:
         """Copy the state to memory, or write it to disk, if it is finite.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import arrays as keras_arrays
@@ -161,16 +162,12 @@ class Counts:
         self.epoch_start -= 1
         self.epoch_passed += 1
 
-    def batch(self, step: int) -> int:
-        """Return the batch of a step within the epoch, from 0."""
-        return max(step - self.epoch_start, 0)
-
     def place(self, step: int) -> tuple[int, int]:
         """Return epoch and batch of a step, both from 0; a replay may be of an earlier epoch."""
         for began, epoch, start in reversed(self._epochs) if step < self._began else ():
             if step >= began:
                 return epoch, step - start
-        return self.epoch, self.batch(step)
+        return self.epoch, max(step - self.epoch_start, 0)
 
     @property
     def totals(self) -> Totals:
@@ -223,18 +220,27 @@ class RecentBatches:
     """The arguments of the last committed steps, and of refused ones whose batch was good.
 
     Args:
-        batch: returns the arguments of a step as they were given, from the form in which its
-            transaction stores them; `None` if they are gone.
+        access: runs these steps; its transaction stores their arguments in a form of its own.
 
     Attributes:
         newest: the arguments of the last step in this form, even if they are too large to be
             remembered for longer.
     """
 
-    def __init__(self, batch: Callable[[Any], Any]):
-        self._batch, self.newest = batch, None
+    def __init__(self, access: StateAccess):
+        self._access, self.newest = access, None
         self._entries: deque[_Entry] = deque()
         self._bytes = 0
+
+    def as_given(self, stored: Any) -> Any:
+        """Return the arguments of a step as they were given; `None` if they are gone, as is what
+        an iterator among them has yielded.
+
+        Args:
+            stored: those that the step has returned.
+        """
+        gone = stored is None or step_data.takes_iterator(stored)
+        return None if gone else self._access.transaction.batch(stored)
 
     def push(self, step: int, given: Any, refused: bool = False) -> None:
         """Store the arguments of a step, in the form of its transaction. Runs in every step.
@@ -280,7 +286,7 @@ class RecentBatches:
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""
         entries = [e for e in self._entries if e.given is not None and not e.refused]
-        return [args for e in entries[-count:] if (args := self._batch(e.given)) is not None]
+        return [args for e in entries[-count:] if (args := self.as_given(e.given)) is not None]
 
     def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
         """Return the steps from a snapshot to this one, `None` if not all are known."""
@@ -291,7 +297,7 @@ class RecentBatches:
             entry = entries.get(number)
             if entry is None:
                 return None
-            args = None if entry.given is None else self._batch(entry.given)
+            args = self.as_given(entry.given)
             if args is None and entry.given is not None:
                 return None
             batches.append(args)

@@ -42,7 +42,7 @@ class Tasks:
         run = self.run
         if run.began and not run.stopped:
             with run.access.variables_readable():
-                run.recording.rate()
+                run.recording.rate(run.train_state())
         return inf
 
     def continue_changes(self) -> float:
@@ -50,8 +50,9 @@ class Tasks:
         run = self.run
         if run.counts.last_refused:
             return run.step + 1 if run.recovery.active else inf
-        left = run.recovery.after_good_step(run.counts.committed, run.train_state)
-        run.recording.factor()
+        state = run.train_state()
+        left = run.recovery.after_good_step(run.counts.committed, state)
+        run.recording.factor(state)
         return run.step + left
 
     def check(self) -> float | None:
@@ -60,7 +61,7 @@ class Tasks:
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
-                run.recording.rate()
+                run.recording.rate(run.train_state())
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None  # the last steps run again
@@ -69,7 +70,7 @@ class Tasks:
     def look_for_divergence(self) -> float | None:
         """Check whether the run is lost."""
         run, divergence = self.run, self.divergence
-        if self.incidents.replays.rollbacks:
+        if self.incidents.replays.running:
             return run.due.step_of("divergence")  # once the steps have run again
         lost = divergence.look(run)
         if lost is None:
@@ -77,19 +78,14 @@ class Tasks:
         incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
         if not any(ACTIONS[name].changes for name in incident.changes):
             divergence.disable()
-        return None if replays else self._after_action()
-
-    def _after_action(self) -> float:
-        """Continue to check after the action for a divergence."""
-        self.divergence.acted(self.run)
-        return self.divergence.next_look(self.run.step)
+        return None if replays else divergence.acted(run)
 
     def after_replays(self, name: Task) -> None:
         """Plan a task that has led to a rollback, once the undone steps have run again."""
         if name == "checks":
             self.run.due.plan(name, self.monitors.next_look(self.run.step))
         elif name == "divergence":
-            self.run.due.plan(name, self._after_action())
+            self.run.due.plan(name, self.divergence.acted(self.run))
 
     def verify_snapshots(self) -> float:
         """Mark the snapshots after which enough steps were good."""
@@ -132,7 +128,7 @@ class Tasks:
             obstacle = run.ring.take(fresh, state, run.state_check.accepts)
         if obstacle == "memory":
             which = " of the state before the first step" if first else ""
-            run.lines.lacks_memory(f"no snapshot{which}", size_of(state.kept))
+            run.say_lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
             incident, replays = self.incidents.handle(incident_of(run, bad))

@@ -120,22 +120,11 @@ class Trial:
                 return None
         return {id(v): keras_variables.read(v) for v in self._variables}
 
-    def is_finite_at(self, loss_scale: float, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is finite at another loss scale."""
-        self._load(self.present)
-        for scale, _ in self._run.train_state().scales:
-            keras_variables.write(scale, np.asarray(loss_scale, str(scale.dtype)))
-        return math.isfinite(self._step(args))
-
-    def is_bad_by_noise(self, args: Sequence[Any]) -> bool:
-        """Return whether a step from the current state is bad, and finite with other random
-        numbers.
+    def is_finite(self, args: Sequence[Any], others: State | None = None) -> bool:
+        """Return whether a step from the current state, with some `others` of its values, is
+        finite.
         """
-        self._load(self.present)
-        if math.isfinite(self._step(args)):
-            return False
-        moved = keras_variables.moved_seeds(self._run.train_state().other)
-        self._load({**self.present, **{id(v): value for v, value in moved}})
+        self._load({**self.present, **(others or {})})
         return math.isfinite(self._step(args))
 
     def _load(self, state: State) -> None:
@@ -182,10 +171,10 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         yield None
         return
     access.sync_variables()
-    undo = run.recovery.restorer()
-    for optimizer in train_state.optimizers if rates else ():
-        if run.recovery.rate(optimizer).make_adjustable():
-            run.rebuild(undo)
+    with run.recovery.all_or_nothing():
+        for optimizer in train_state.optimizers if rates else ():
+            if run.recovery.rate(optimizer).make_adjustable():
+                run.rebuild()
     with without_faults(run.model) as again, undone(run):
         yield Trial(run, again)
 
@@ -196,12 +185,9 @@ def tried(run: Run, ask: Callable[[Trial], T], unknown: T) -> T:
     Raises:
         StateLostError: if the state could not be restored after the trial.
     """
-
-    def tried_once() -> T:
-        with trial(run, rates=False) as trying:
-            return unknown if trying is None else ask(trying)
-
-    return run.optional("", tried_once, lambda: unknown)
+    with run.optional(), trial(run, rates=False) as trying:
+        return unknown if trying is None else ask(trying)
+    return unknown
 
 
 def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
@@ -213,19 +199,12 @@ def clearly_lower(losses: Sequence[float], others: Sequence[float]) -> bool:
     if math.inf in others:
         return True
     differences = [b - a for a, b in zip(losses, others, strict=True)]
-    mean, lower = fmean(differences), sum(d > 0.0 for d in differences)
-    if mean > 0.0 and _sign_test(lower, len(differences)):
-        return True
-    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    return mean > STANDARD_ERRORS * error
-
-
-def _sign_test(lower: int, pairs: int) -> bool:
-    """Whether so many of the pairs have a positive difference by chance only once in a thousand
-    times.
-    """
+    pairs, mean, lower = len(differences), fmean(differences), sum(d > 0.0 for d in differences)
     ways = sum(math.comb(pairs, count) for count in range(lower, pairs + 1))
-    return bool(ways <= SIGNIFICANCE * 2**pairs)
+    if mean > 0.0 and ways <= SIGNIFICANCE * 2**pairs:
+        return True
+    error = stdev(differences) / math.sqrt(pairs) if pairs > 1 else 0.0
+    return mean > STANDARD_ERRORS * error
 
 
 def _room(run: Run, rates: bool) -> bool:
@@ -238,5 +217,5 @@ def _room(run: Run, rates: bool) -> bool:
     if memory.room_for(size):
         return True
     if rates:
-        run.lines.lacks_memory("cannot test other learning rates", size)
+        run.say_lacks_memory("cannot test other learning rates", size)
     return False

@@ -23,7 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from pydantic import Field
 
 from keras_nanguard._core.incident import Decision, Incident, Outcome
 from keras_nanguard._core.literals import RESULT_SITES, causes_with
-from keras_nanguard._policy.actions import REPORT, Action, Skip
+from keras_nanguard._policy.actions import ACTIONS, REPORT, Action, LowerLr, Rollback, Skip
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._policy.records import Record
 
@@ -242,7 +242,8 @@ def decide(policy: Policy, state: PolicyState, incident: Incident) -> tuple[Deci
         choice = _of_policy(policy, state, incident)
     choice = _within_budget(policy, state, choice)
     actions = _ordered(incident, [*reports, *choice.actions], policy.refuse)
-    planned = tuple(_parameters(policy, state, incident, action) for action in actions)
+    complete = (_planned(policy, state, incident, action) for action in actions)
+    planned = tuple({"action": action.name, **action.model_dump()} for action in complete)
     state = state.acted(action.name for action in actions if action.changes)
     names = {rule.name: None for rule in due if rule.only_reports} | {choice.name: None}
     return Decision(
@@ -364,23 +365,35 @@ def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> lis
     return sorted(chosen.values(), key=lambda action: action.phase)
 
 
-def _parameters(
-    policy: Policy, state: PolicyState, incident: Incident, action: Action
-) -> dict[str, Any]:
-    """Return an action as data, with the parameters from the tables of the policy and from earlier
-    incidents."""
-    given = action.model_dump(exclude_unset=True)
-    table = getattr(policy, action.name, None)
-    default = table.model_dump() if isinstance(table, Action) else action.model_dump()
-    found: dict[str, Any] = {"action": action.name, **default, **given}
-    times = state.times(action.name)
-    if action.name == "rollback":
-        found["depth"] = 1 + (times if found["further_back"] else 0)  # 1 is the newest snapshot
-        found["before_onset"] = incident.diverged
-        replay = found["replay_steps"] or incident.diverged or _is_bad_state(incident)
-        found["replay_steps"] = given.get("replay_steps", replay)
-    elif (
-        action.name == "lower_lr" and (incident.diverged or times) and "recover_after" not in given
-    ):
-        found["recover_after"] = 0
+class PlannedRollback(Rollback):
+    """A rollback that was decided.
+
+    Attributes:
+        depth: which of the verified snapshots to restore; 1 is the newest.
+        before_onset: whether to restore one from before the onset of a divergence instead.
+    """
+
+    depth: int
+    before_onset: bool
+
+
+def _planned(policy: Policy, state: PolicyState, incident: Incident, action: Action) -> Action:
+    """Return an action with the parameters from the tables of the policy and from earlier
+    incidents.
+    """
+    given, table = action.model_dump(exclude_unset=True), getattr(policy, action.name, None)
+    default, times = (table if isinstance(table, Action) else action), state.times(action.name)
+    found = default.replaced(**given)
+    if isinstance(found, Rollback):
+        replay = found.replay_steps or incident.diverged or _is_bad_state(incident)
+        own = {"depth": 1 + (times if found.further_back else 0), "before_onset": incident.diverged}
+        return PlannedRollback(**{**found.model_dump(), "replay_steps": replay, **given, **own})
+    if isinstance(found, LowerLr) and (incident.diverged or times):
+        return found.replaced(**{"recover_after": 0, **given})
     return found
+
+
+def action_of(data: Mapping[str, Any]) -> Action:
+    """Return an action of a decision, whose `actions` are plain data."""
+    kind = PlannedRollback if data["action"] == PlannedRollback.name else ACTIONS[data["action"]]
+    return kind(**{name: value for name, value in data.items() if name != "action"})

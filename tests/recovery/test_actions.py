@@ -522,7 +522,7 @@ class TestClip:
         state = types.SimpleNamespace(optimizers=[first, odd])
         context = types.SimpleNamespace(run=types.SimpleNamespace(recovery=recovery, train_state=lambda: state))
         with pytest.raises(AttributeError):
-            PERFORMERS["clip"](context, {"global_clipnorm": 0.5, "factor": 0.5, "min_clipnorm": 0.1})
+            PERFORMERS["clip"](context, ACTIONS["clip"](global_clipnorm=0.5, factor=0.5, min_clipnorm=0.1))
         assert first.global_clipnorm == 9.0 and not recovery.changed
 
 

@@ -36,14 +36,18 @@ def state(*variables):
     return TrainState(variables, (), (), (), (), (), ())
 
 
+def accepts(variable, value):
+    return True
+
+
 class TestRing:
     def test_good_state_survives(self):
         """For any number of snapshots that are never verified, the last verified one is kept."""
         ring, v = Ring(2, 5, Agreement().any_of), variable()
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v))
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v), accepts)
         for step in range(1, 50):
             v.assign([step, step])
-            ring.take(Snapshot(step, 0, (0, step)), state(v))
+            ring.take(Snapshot(step, 0, (0, step)), state(v), accepts)
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
@@ -52,7 +56,7 @@ class TestRing:
         ring, v, kept = Ring(3, 0, Agreement().any_of), variable(), []
         for step in range(1, 8):
             room(0 if step in (3, 4) else np.inf)
-            assert not ring.take(Snapshot(step, step, (0, step)), state(v))
+            assert not ring.take(Snapshot(step, step, (0, step)), state(v), accepts)
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
@@ -68,7 +72,7 @@ class TestRing:
     def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
         ring, slots, weights = Ring(2, 0, Agreement().any_of), variable(*[0.0] * 1000), variable(*range(1000))
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(slots, weights))
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(slots, weights), accepts)
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
@@ -83,7 +87,7 @@ class TestRing:
             room(free)
             ring, weights, slots = Ring(2, 0, Agreement().any_of), variable(1.0, 2.0), variable(3.0, 4.0)
             read.clear()
-            assert ring.take(Snapshot(5, 5, (0, 5)), state(weights, slots)) == ("" if free else "memory")
+            assert ring.take(Snapshot(5, 5, (0, 5)), state(weights, slots), accepts) == ("" if free else "memory")
             assert read == [weights, slots]
         assert ring.newest() is None
 
@@ -94,10 +98,10 @@ class TestLeastLoss:
     @staticmethod
     def kept(*levels):
         ring, v = Ring(2, 0, Agreement().any_of), variable(1.0)
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v))
+        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v), accepts)
         for step, level in enumerate(levels, 1):
             found = UNKNOWN if level is None else Level(step, level, 0.1)
-            ring.take(Snapshot(10 * step, 10 * step, (0, 0), level=found), state(v))
+            ring.take(Snapshot(10 * step, 10 * step, (0, 0), level=found), state(v), accepts)
         return [s.step for s in ring.snapshots]
 
     @pytest.mark.parametrize(
