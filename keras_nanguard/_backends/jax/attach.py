@@ -122,10 +122,8 @@ class ModelAttachment(attach.Attachment):
     def _without_skipped(self, data: Any) -> Any:
         return None if self.session.skip_batches(iter((data,)), 1) else data  # it is one batch
 
-    def _arguments(self, data: Any) -> Sequence[Any]:
-        return (data,)
-
-    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
+    def _execute(self, data: Any) -> Executed:
+        self._running = (data,)
         return self._finished(self._start(data))
 
     def _start(self, data: Any, after: StartedStep | None = None) -> StartedStep:

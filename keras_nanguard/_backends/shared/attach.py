@@ -120,7 +120,9 @@ class Attachment(StateAccess):
         self.trace_key: tuple[Any, ...] | None = None
         """How the step was traced, once it is built so that the next fit may use it."""
         self._running: Sequence[Any] | None = None
-        """The arguments of the running step, if they are known, for an exception that it raises."""
+        """The arguments of the running step, for an exception that it raises: `_execute` sets them
+        if the host has them.
+        """
         self._make: Any = None
         self._overrides = overrides.Overrides()
         self._cached: tuple[Any, Any] = None, None
@@ -287,8 +289,7 @@ class Attachment(StateAccess):
             if self.run.stopped:
                 self._say_without_effect()
                 return self._without_effect(data)
-        self._running = self._arguments(data)
-        executed = self._execute(data, self._running)
+        executed = self._execute(data)
         self._running = None
         session.after(executed)
         logs, verdict, _ = executed
@@ -310,14 +311,8 @@ class Attachment(StateAccess):
             return data
         return list(islice(iterator, size - skipped)) or None
 
-    def _arguments(self, data: Any) -> Sequence[Any] | None:
-        """Return the arguments of the next step, which may take them from this data; `None` if the
-        compiled program takes them.
-        """
-        raise NotImplementedError
-
-    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
-        """Run the step on its arguments, those of this data."""
+    def _execute(self, data: Any) -> Executed:
+        """Run the step on this data, with its arguments in `_running` if the host has them."""
         raise NotImplementedError
 
     def _shown(self) -> Any:
@@ -337,7 +332,8 @@ class Attachment(StateAccess):
     def _without_effect(self, data: Any) -> Any:
         """Run the step and undo it: Keras needs logs before it stops, those of the last step."""
         with undone(self.run):
-            self._execute(data, self._arguments(data))
+            self._execute(data)
+        self._running = None
         return self._shown()
 
     def _rescue(self) -> None:

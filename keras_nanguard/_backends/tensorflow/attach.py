@@ -206,12 +206,10 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         if spec is not None:
             self._with_retraces(lambda: self.transaction.trace(spec))
 
-    def _arguments(self, data: Any) -> Sequence[Any] | None:
+    def _execute(self, data: Any) -> Executed:
         take = self.transaction.take
-        return None if take is None else (take(data),)
-
-    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
-        if args is not None:
+        if take is not None:
+            self._running = args = (take(data),)
             return self._run(lambda: self.inner(*args, data), args)
         of_fit = isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
         # The batch of `train_on_batch` is kept, because a second trace reads it again.

@@ -4,19 +4,18 @@ In addition to the modules that every backend has:
 
 | module | content |
 |---|---|
-| `execution` | one run of the body, and its commit or refusal |
-| `intercept` | the functions in place of updates and of the loss computation |
-| `calls` | the updates and losses that a step has called |
-| `learning` | what a step shows about its body |
-| `modules` | modules and optimizers of torch in Keras' form |
-| `updates` | the updates of a step |
+| `step_context` | a step that is about to run |
+| `learned` | what the steps of a body have shown, for later ones |
 | `undo_log` | what a refusal restores |
 | `found_gradients` | the gradients that a step finds and may add to |
 | `late_writes` | what a step writes in place after its update |
 | `outside_state` | schedulers, scalers and tensors outside of the train state |
-| `state_tensors` | the tensors of a train state by role |
-| `seen` | what the steps have shown about one thing: unknown, no, yes |
-| `step_context` | a step that is about to run, and what earlier ones have shown |
+| `intercept` | the functions in place of updates and of the loss computation |
+| `calls` | what the body of a step has called and done |
+| `updates` | the updates of a step |
+| `execution` | one run of the body, its commit or refusal, and what it shows |
 | `judging` | the verdict on a step: the numbers that are read of it, and what follows |
+| `state_tensors` | the tensors of a train state by role |
+| `modules` | modules and optimizers of torch in Keras' form |
 | `numeric_errors` | exceptions by which torch reports a bad number |
 """

@@ -11,11 +11,21 @@ import keras
 from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.modules import adapted as adapted_to_keras
+from keras_nanguard._backends.torch.modules import adapted
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Keep the overrides installed that record writes."""
+    RECORDED_WRITES.hold()
+    try:
+        yield
+    finally:
+        RECORDED_WRITES.release()
 
 
 class ModelAttachment(attach.Attachment):
@@ -31,8 +41,7 @@ class ModelAttachment(attach.Attachment):
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
         with contextlib.ExitStack() as held:
-            RECORDED_WRITES.hold()
-            held.callback(RECORDED_WRITES.release)
+            held.enter_context(_recording())
             super().attach(in_use)
             self._held = held.pop_all()
 
@@ -85,13 +94,14 @@ class ModelAttachment(attach.Attachment):
     can_run_again = True
 
     def run_again(self, args: Sequence[Any]) -> Executed:
-        return self._execute(list(args), args)
+        return self._run(list(args))
 
-    def _arguments(self, data: Any) -> Sequence[Any] | None:
+    def _execute(self, data: Any) -> Executed:
         # Reading an iterator, which a custom train function may be given, would end it.
-        return tuple(data) if isinstance(data, (list, tuple)) else None
+        self._running = tuple(data) if isinstance(data, (list, tuple)) else None
+        return self._run(data)
 
-    def _execute(self, data: Any, args: Sequence[Any] | None) -> Executed:
+    def _run(self, data: Any) -> Executed:
         with self._guarded_step():
             executed = self.transaction.run_through(lambda: self._function(data))
         if executed is None:
@@ -109,18 +119,9 @@ class LoopStep(attach.LoopStep):
 
     transaction: step.Transaction
 
-    @staticmethod
-    def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        return adapted_to_keras(model, optimizers)
+    adapted = staticmethod(adapted)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def watching() -> Iterator[None]:
-        RECORDED_WRITES.hold()
-        try:
-            yield
-        finally:
-            RECORDED_WRITES.release()
+    watching = staticmethod(_recording)
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

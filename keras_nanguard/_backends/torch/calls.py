@@ -1,8 +1,8 @@
-"""The updates and losses that the code of a step on torch calls."""
+"""What the code of a step on torch has called and done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
+from keras_nanguard._backends.torch.late_writes import LateWrites
 from keras_nanguard._backends.torch.modules import tensors_in
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.updates import Update
@@ -69,27 +70,55 @@ class Calls(NamedTuple):
         return [pair for pair in tensors if is_inexact(pair[1])]
 
 
+class Ran(NamedTuple):
+    """What the body of a step has done.
+
+    Attributes:
+        losses_before: the number of its losses before its first update.
+        written_before: the tensors of the train state that it had written past Keras until then.
+        uncounted_before: those whose writes torch had not counted.
+        updated: those of its updates that have run.
+        created: the tensors that they have created, each with its first value.
+        versions_after: `StepContext.versions_now` after the last one.
+        continues: as in `LateWrites`.
+        outputs: its outputs, `None` if it has not ended, or has raised.
+        raised: whether torch has raised about a bad number.
+    """
+
+    calls: Calls = Calls()
+    losses_before: int = 0
+    written_before: Sequence[Any] = ()
+    uncounted_before: Sequence[Any] = ()
+    updated: tuple[Update, ...] = ()
+    created: tuple[tuple[Any, Any], ...] = ()
+    versions_after: Mapping[int, tuple[Any, int]] = MappingProxyType({})
+    continues: bool = False
+    outputs: Any = None
+    raised: bool = False
+
+
 class Recorder:
-    """Records the calls of one run of a step. Only the overrides of `intercept` call it.
+    """Records the calls of one run of a step. The overrides of `intercept` call it. A subclass says
+    what happens in place of an update.
 
     Args:
-        model: the model whose `compute_loss` is recorded, or `None`.
-        on_update: is called in place of each update, with the calls until then. Returns the result
-            of the update.
-        around_backward: returns a context for each backward pass of an eager step.
+        weights: the `id` of the weights of the step.
 
     Attributes:
         calls: the calls until now.
+        late_writes: keeps what the step writes in place after its update.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        on_update: Callable[[Calls, Update], Any],
-        around_backward: Callable[[], AbstractContextManager[None]],
-    ):
-        self._model, self._on_update, self.around_backward = model, on_update, around_backward
-        self.calls = Calls()
+    def __init__(self, weights: Container[int]):
+        self.calls, self.late_writes = Calls(), LateWrites(weights)
+
+    def on_update(self, update: Update) -> Any:
+        """Replace an update, after the calls until then; return its result."""
+        raise NotImplementedError
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward pass of an eager step."""
+        return self.late_writes.around_backward()
 
     def note_losses(self, source: str, values: Any) -> None:
         """Note those of these values that are real scalars, each of which counts as a loss."""
@@ -106,8 +135,8 @@ class Recorder:
         before = self.calls
         if not update.evaluates:
             self.calls = before._replace(updates=(*before.updates, update))
-            return self._on_update(self.calls, update)
-        result = self._on_update(before, update)
+            return self.on_update(update)
+        result = self.on_update(update)
         passes = len(self.calls.losses_of.get("backward", ()))
         is_search = passes > len(before.losses_of.get("backward", ())) + 1
         self.calls = self.calls._replace(
@@ -118,24 +147,3 @@ class Recorder:
             self.calls = self.calls._replace(losses_of=before.losses_of)
             self.note_losses("backward", result)
         return result
-
-    def release(self) -> None:
-        """Release all tensors."""
-        self.calls = Calls()
-
-    # For replays, which read them after the body
-
-    @property
-    def records(self) -> tuple[Update, ...]:
-        """The updates that were called."""
-        return self.calls.updates
-
-    @property
-    def losses(self) -> tuple[Any, ...]:
-        """The losses of the step."""
-        return self.calls.losses
-
-    @property
-    def outputs(self) -> list[tuple[str, Any]]:
-        """`(name, tensor)` of the outputs of the model."""
-        return self.calls.outputs(self._model)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.weak import TensorWeakRef
 
-from keras_nanguard._backends.torch.seen import Seen
+from keras_nanguard._backends.torch.learned import Seen
 from keras_nanguard._keras.tensors import local
 
 
@@ -15,16 +15,18 @@ class FoundGradients:
     """The gradients that a step finds. A refusal restores them if it has added to them.
 
     Args:
-        holders: the tensors whose gradients the step may add to.
+        holders: the tensors that have a gradient.
+        may_add: whether the step may add to those that it finds.
 
     Attributes:
         kept: each of these tensors whose gradient is to be restored, with this gradient. `None`
             until the step has added to one, or used one.
     """
 
-    def __init__(self, holders: Iterable[Any]):
+    def __init__(self, holders: Sequence[Any] = (), may_add: bool = True):
+        self._holders = holders
         # A step that clears them first is to release their memory.
-        found = [(p, p.grad) for p in holders if p.grad is not None]
+        found = [(p, p.grad) for p in holders if p.grad is not None] if may_add else []
         self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in found]
         self.kept: list[tuple[Any, Any]] | None = None
         self._added_by_hand = Seen.UNKNOWN
@@ -58,14 +60,14 @@ class FoundGradients:
             self.kept = [(p, g) for p, g, found in pairs if g is not None and found() is g]
         return self.kept
 
-    def give_back(self, holders: Iterable[Any], was_finite: Callable[[Any], bool]) -> None:
+    def give_back(self, was_finite: Callable[[Any], bool]) -> None:
         """Restore those that are kept; for all other tensors leave none.
 
         Args:
             was_finite: whether a gradient was finite before the step. A bad sum, which no later
                 step could correct, is dropped.
         """
-        for holder in holders:
+        for holder in self._holders:
             holder.grad = None
         for holder, gradient in self.choose():
             if was_finite(gradient):
@@ -73,7 +75,7 @@ class FoundGradients:
 
     def release(self) -> None:
         """Release all tensors."""
-        self.kept, self._found = None, []
+        self.kept, self._found, self._holders = None, [], ()
 
 
 def _version_of(gradient: Any) -> int:

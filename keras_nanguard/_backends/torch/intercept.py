@@ -13,7 +13,7 @@ import torch
 
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.calls import Recorder
-from keras_nanguard._backends.torch.undo_log import with_subclasses
+from keras_nanguard._backends.torch.undo_log import where_defined
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.losses import predicted
@@ -149,13 +149,11 @@ def _scale(real: Callable[..., Any], inside: Sequence[Recorder], scaler: Any, ou
     return real(scaler, outputs)
 
 
-def _scalers() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    for kind in with_subclasses(torch.amp.GradScaler):
-        if "scale" in vars(kind):
-            yield kind, {"scale": _scale}
-
-
-BACKWARD_PASSES = ThreadOverrides(torch.autograd, {"backward": _backward}, _scalers)
+BACKWARD_PASSES = ThreadOverrides(
+    torch.autograd,
+    {"backward": _backward},
+    partial(where_defined, torch.amp.GradScaler, {"scale": _scale}),
+)
 """The override through which an eager step shows which losses it differentiates: `Tensor.backward`
 calls `torch.autograd.backward`. `torch.autograd.grad` is not overridden, because functions that
 torch compiles or transforms (`torch.func`) call it.

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.calls import Calls
+from keras_nanguard._backends.torch.calls import Ran
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.undo_log import UndoLog
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import Report, Verdict
 
 
 class Ruling(Enum):
@@ -27,24 +26,7 @@ class Ruling(Enum):
     COMMIT = "commit"
 
 
-class Agreed(NamedTuple):
-    """What all processes do with a step.
-
-    Attributes:
-        ruling: the most careful one of all.
-        any_continues: whether the body of one of them may continue after its update.
-        verdict: the means of their numbers.
-        has_news: whether one of them has findings between two steps that the others do not have.
-    """
-
-    ruling: Ruling
-    any_continues: bool
-    verdict: Verdict
-    has_news: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Checked:
+class Checked(NamedTuple):
     """The tensors of one step that are checked.
 
     Attributes:
@@ -73,9 +55,8 @@ class Checked:
     def without(self, constants: frozenset[int]) -> Checked:
         """Return these tensors without those statistics."""
         statistics = [t for t in self.written["statistics"] if id(t) not in constants]
-        return replace(
-            self, written={**self.written, "statistics": statistics}, constants=constants
-        )
+        written = {**self.written, "statistics": statistics}
+        return self._replace(written=written, constants=constants)
 
 
 class Numbers(NamedTuple):
@@ -89,83 +70,83 @@ class Numbers(NamedTuple):
     previous: Mapping[str, Sequence[float]]
 
 
-@dataclass(frozen=True, eq=False)
-class Judged:
+class Judged(NamedTuple):
     """The verdict on one step, and what decided it: what its body has done until then.
 
     Attributes:
+        ruling: what all processes do: the most careful one of theirs.
+        verdict: the means of their numbers.
         own: the numbers of this process alone.
         left_by_previous: whether the last step has left bad numbers in the state.
+        any_continues: whether the body of one of them may continue after its update.
+        has_news: whether one of them has findings between two steps that the others do not have.
     """
 
-    agreed: Agreed
+    ruling: Ruling
+    verdict: Verdict
     own: Verdict
     checked: Checked
     left_by_previous: bool
-
-    @property
-    def ruling(self) -> Ruling:
-        """What happens to the step."""
-        return self.agreed.ruling
+    any_continues: bool
+    has_news: bool = False
 
 
-def places(context: StepContext, calls: Calls, checked: Checked) -> list[tuple[str, str, Any]]:
-    """Return `(site, path, tensor)` of everything that a report of the step counts."""
-    train_state = checked.state.train_state
+def report(context: StepContext, ran: Ran, judged: Judged, args: Sequence[Any]) -> Report:
+    """Return the report of a bad step of this process. No argument is copied."""
+    checked, train_state = judged.checked, judged.checked.state.train_state
     paths = {key: variable.path for key, variable in context.log.writers.items()}
     listed = (*train_state.trainable, *train_state.other, *train_state.slots)
     paths |= {id(variable.value): variable.path for variable in listed}
-    outputs = calls.outputs(context.definition.model)
+    outputs = ran.calls.outputs(context.step.model)
     found = [("outputs", path, tensor) for path, tensor in outputs]
     found += [("gradients", path, gradient) for path, gradient in checked.gradients]
-    return found + [
+    found += [
         (site, paths.get(id(tensor), "unlisted variable"), tensor)
         for site, tensors in checked.written.items()
         for tensor in tensors
     ]
+    return Report(
+        judged.own._replace(refused=context.step.run.refuses),
+        tuple((site, path) for site, path, _ in found),
+        reductions.counts([tensor for _, _, tensor in found]),
+        tuple(args),
+        left_by_previous=judged.left_by_previous,
+    )
 
 
-def judge(
-    context: StepContext,
-    calls: Calls,
-    outputs: Any = None,
-    raised: bool = False,
-    has_updated: bool = False,
-) -> Judged:
+def judge(context: StepContext, ran: Ran) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here: with one read of it, if all numbers are finite.
 
     Args:
-        outputs: what its body has returned, if it has ended.
-        raised: whether it has ended in an exception about a bad number.
-        has_updated: whether one of its updates has run.
+        ran: what its body has done until then.
     """
-    checked = _checked(context, calls, outputs, raised, has_updated)
+    checked = _checked(context, ran)
     numbers = _read(context, checked)
     if not math.isfinite(sum(numbers.norms["statistics"])):
         checked = checked.without(_constants(checked, context.log))
         numbers = _read(context, checked)
     written = _norms_by_site(numbers.norms, checked.written)
-    if _has_left_bad_trials(calls, checked, numbers, written):
-        checked = replace(checked, gradients=())
+    are_trials = ran.calls.has_only_line_searches and _all_finite(written)
+    if are_trials and not math.isfinite(_squares(checked, numbers)):
+        # The gradients are bad only at a point that a line search has tried and left.
+        checked = checked._replace(gradients=())
         numbers = _read(context, checked)
     previous = _norms_by_site(numbers.previous, checked.state.by_site)
     left_by_previous = not _all_finite(previous)
-    own = _own_verdict(
-        checked, numbers, written | previous if left_by_previous else written, raised
-    )
-    agreed = _agreed(context, own, _ruling(checked, numbers, own, raised))
-    return Judged(agreed, own, checked, left_by_previous)
+    norms = written | previous if left_by_previous else written
+    own = _own_verdict(checked, numbers, norms, ran.raised)
+    ruling, continues = _ruling(checked, numbers, own, ran.raised), context.learned.continues
+    alone = Judged(ruling, own, own, checked, left_by_previous, continues.is_possible)
+    return _agreed(alone, context.step.run.agreement)
 
 
-def _checked(
-    context: StepContext, calls: Calls, outputs: Any, raised: bool, has_updated: bool
-) -> Checked:
-    """Return the tensors of a step that are checked; the arguments are those of `judge`."""
-    definition, log = context.definition, context.log
-    state = definition.read_state() if log.created else context.state
-    losses = [loss.detach() for loss in calls.losses or definition.losses(outputs)]
-    gradients = _gradients(context, calls, state, raised)
+def _checked(context: StepContext, ran: Ran) -> Checked:
+    """Return the tensors of a step that are checked."""
+    step, log, has_updated = context.step, context.log, bool(ran.updated)
+    state = step.read_state() if log.created else context.state
+    losses = [loss.detach() for loss in ran.calls.losses or step.losses(ran.outputs)]
+    gradients = _gradients(context, ran, state)
     statistics = _statistics(log, state, context.learned.tolerated)
     updated = state.by_site if has_updated else _written_by_hand(log, state)
     written = {"statistics": statistics, **updated}
@@ -185,15 +166,6 @@ def _read(context: StepContext, checked: Checked) -> Numbers:
         {site: read[site] for site in norms},
         {site: read[f"previous {site}"] for site in context.learned.unread},
     )
-
-
-def _has_left_bad_trials(
-    calls: Calls, checked: Checked, numbers: Numbers, written: Mapping[str, float]
-) -> bool:
-    """Whether the gradients are bad only at a point that a line search has tried and left."""
-    if not (calls.has_only_line_searches and _all_finite(written)):
-        return False
-    return not math.isfinite(_squares(checked, numbers))
 
 
 def _squares(checked: Checked, numbers: Numbers) -> float:
@@ -228,18 +200,20 @@ def _ruling(checked: Checked, numbers: Numbers, own: Verdict, raised: bool) -> R
     return Ruling.CHECK if may_overflow and not checked.has_updated else Ruling.COMMIT
 
 
-def _agreed(context: StepContext, own: Verdict, ruling: Ruling) -> Agreed:
-    """Return what all processes do, with the verdict and the ruling of this one."""
-    agreement = context.definition.run.agreement
-    continues = context.learned.continues.is_possible
+def _agreed(alone: Judged, agreement: Agreement) -> Judged:
+    """Return the verdict of all processes, with that of this one alone."""
     if agreement.count == 1:
-        return Agreed(ruling, continues, own, False)
-    flags = [ruling is Ruling.REFUSE, ruling is Ruling.CHECK, continues, agreement.has_news]
-    sums = host.summed([*map(float, flags), *own[1:7]], "the verdict on a step")
+        return alone
+    is_refused, is_checked = alone.ruling is Ruling.REFUSE, alone.ruling is Ruling.CHECK
+    flags = [is_refused, is_checked, alone.any_continues, agreement.has_news]
+    sums = host.summed([*map(float, flags), *alone.own[1:7]], "the verdict on a step")
     refuses, checks, continues, has_news = (number > 0 for number in sums[:4])
     ruling = Ruling.REFUSE if refuses else Ruling.CHECK if checks else Ruling.COMMIT
     means = (number / agreement.count for number in sums[4:])
-    return Agreed(ruling, continues, Verdict.of((0.0, *means, 0.0, 0.0)), has_news)
+    verdict = Verdict.of((0.0, *means, 0.0, 0.0))
+    return alone._replace(
+        ruling=ruling, verdict=verdict, any_continues=continues, has_news=has_news
+    )
 
 
 def are_finite(unread: Mapping[str, Sequence[Any]], state: StateTensors) -> bool:
@@ -265,15 +239,14 @@ def read_update(
     return verdict._replace(weights=updated["weights"], slots=updated["slots"]), {}
 
 
-def _gradients(
-    context: StepContext, calls: Calls, state: StateTensors, raised: bool
-) -> list[tuple[str, Any]]:
+def _gradients(context: StepContext, ran: Ran, state: StateTensors) -> list[tuple[str, Any]]:
+    calls = ran.calls
     if calls.updates:
         pairs = [pair for update in calls.updates for pair in update.pairs]
         return [(variable.path, gradient) for gradient, variable in pairs]
     # A scaler will check those of a scaled loss.
     leaves = calls.loss_count > 0 and not (calls.is_scaled or context.has_written_weights)
-    return state.gradients() if raised or leaves else []
+    return state.gradients() if ran.raised or leaves else []
 
 
 def _statistics(log: UndoLog, state: StateTensors, tolerated: Container[int]) -> list[Any]:

@@ -80,10 +80,6 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         if stack is not None:
             stack.enter_context(self)
 
-    @property
-    def _has_begun(self) -> bool:
-        return self._waiting is None or self._is_due
-
     @contextlib.contextmanager
     def around_backward(self) -> Iterator[None]:
         """Begin to watch after a backward pass if it should have begun within it."""
@@ -118,10 +114,9 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         parameters = list(map(local, adapted.parameters))
         if any(id(parameter) in self._weights for parameter in parameters):
             self.note_update()
-            for undo_log in RECORDED_WRITES.inside() if self._has_begun else ():
-                undo_log.at_undo(id(optimizer), adapted.held())
-                for parameter in parameters:
-                    undo_log.keep(parameter)
+            has_begun = self._waiting is None or self._is_due
+            for undo_log in RECORDED_WRITES.inside() if has_begun else ():
+                undo_log.keep_updated(adapted, parameters, copies=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

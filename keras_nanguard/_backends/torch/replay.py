@@ -29,10 +29,10 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
-from keras_nanguard._backends.torch.calls import Calls, Recorder
+from keras_nanguard._backends.torch.calls import Recorder
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.late_writes import COMMUNICATING, LateWrites, written_by
+from keras_nanguard._backends.torch.late_writes import COMMUNICATING, written_by
 from keras_nanguard._backends.torch.modules import (
     Modes,
     TorchModule,
@@ -240,22 +240,58 @@ def _natives(variables: Iterable[Any]) -> tuple[Any, ...]:
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
-def _holders(variables: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the tensors of these variables that have their gradients: whole ones, not shards."""
-    return _natives(getattr(v, "of", v) for v in variables)
-
-
 @contextlib.contextmanager
-def _undone(holders: Sequence[Any], undo_log: UndoLog) -> Iterator[None]:
-    """Restore the gradients of these tensors and all writes at the end."""
+def _undone(
+    undo_log: UndoLog, variables: Iterable[Any], at_first: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Restore all writes, and the gradients of these variables, at the end; `at_first`: returns
+    with which gradient to begin in place of one.
+    """
+    holders = _natives(getattr(v, "of", v) for v in variables)  # whole tensors, not shards
     grads = [(tensor, tensor.grad) for tensor in holders]
     try:
+        for tensor, grad in grads:
+            tensor.grad = None if grad is None else at_first(grad)
         with undo_log:
             yield
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
         undo_log.give_back()
+
+
+class ReplayRecorder(Recorder):
+    """Records losses and updates of a replay.
+
+    Args:
+        immediate: whether updates run at once.
+    """
+
+    def __init__(self, model: Any, immediate: bool):
+        super().__init__(set(map(id, _natives(getattr(model, "trainable_variables", ())))))
+        self._model, self._immediate = model, immediate
+
+    def on_update(self, update: Update) -> Any:
+        self.late_writes.begin()
+        if not (self._immediate or update.evaluates):
+            return None
+        with self.late_writes.during(update):
+            return update.run()[0]
+
+    @property
+    def records(self) -> tuple[Update, ...]:
+        """The updates that were called."""
+        return self.calls.updates
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The losses of the step."""
+        return self.calls.losses
+
+    @property
+    def outputs(self) -> list[tuple[str, Any]]:
+        """`(name, tensor)` of the outputs of the model."""
+        return self.calls.outputs(self._model)
 
 
 class Replay(interface.Replay):
@@ -268,27 +304,17 @@ class Replay(interface.Replay):
     @contextlib.contextmanager
     def intercepted(
         self, model: Any, optimizers: Iterable[Any], immediate: bool
-    ) -> Iterator[Recorder]:
-        """Record losses and updates; `immediate`: updates run at once.
+    ) -> Iterator[ReplayRecorder]:
+        """Record what a step shows.
 
         Torch's binary cross-entropy raises if a prediction is NaN, and `clip_grad_norm_` can raise
         if a gradient is. A replay continues after them, so that the NaN can be traced.
         """
-        weights = _natives(getattr(model, "trainable_variables", ()))
-        late_writes = LateWrites(set(map(id, weights)))
-
-        def on_update(_: Calls, update: Update) -> Any:
-            late_writes.begin()
-            if not (immediate or update.evaluates):
-                return None
-            with late_writes.during(update):
-                return update.run().result
-
+        recorder = ReplayRecorder(model, immediate)
         with contextlib.ExitStack() as stack:
-            _WITHOUT_ERROR.enter(late_writes)
-            stack.callback(_WITHOUT_ERROR.leave, late_writes)
-            late_writes.wait(stack)
-            recorder = Recorder(model, on_update, late_writes.around_backward)
+            _WITHOUT_ERROR.enter(recorder)
+            stack.callback(_WITHOUT_ERROR.leave, recorder)
+            recorder.late_writes.wait(stack)
             stack.enter_context(Intercept(model, optimizers).recording(recorder))
             yield recorder
 
@@ -299,21 +325,16 @@ class Replay(interface.Replay):
         """
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        holders, undo_log = _holders(variables), UndoLog(_natives(variables), is_replay=True)
+        undo_log = UndoLog(_natives(variables), is_replay=True)
         local = contextlib.nullcontext() if place()[1] == 1 else _Local()
-        with _undone(holders, undo_log), local:
-            for tensor in holders:
-                tensor.grad = None
+        with _undone(undo_log, variables, lambda grad: None), local:
             yield
 
     @contextlib.contextmanager
     def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
-        holders = _holders(variables)
         undo_log = UndoLog((), is_replay=True, restored_elsewhere=_natives(variables))
-        with _undone(holders, undo_log):
-            for tensor in holders:
-                if tensor.grad is not None:  # a step may use it, and add to it in place
-                    tensor.grad = tensor.grad.detach().clone()
+        # A step may use a gradient, and add to it in place.
+        with _undone(undo_log, variables, lambda grad: grad.detach().clone()):
             yield
 
     def optimizer_restorers(

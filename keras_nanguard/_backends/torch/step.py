@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +33,10 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
 from keras_nanguard._backends.torch import execution
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge
-from keras_nanguard._backends.torch.learning import learned_from
+from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge, report
+from keras_nanguard._backends.torch.learned import Learned
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import Learned, StepContext, StepDefinition
+from keras_nanguard._backends.torch.step_context import GuardedStep, StepContext
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
 
@@ -97,7 +96,7 @@ def _tensors_of(outputs: Any) -> Iterator[Any]:
             yield from _tensors_of(item)
 
 
-class Transaction(interface.Transaction):
+class Transaction(GuardedStep):
     """Wraps the body of one train step; `run_step` runs the body as a transaction.
 
     Keras calls the transaction in place of the body, see `run_through`.
@@ -106,15 +105,13 @@ class Transaction(interface.Transaction):
         body: the step, `body(*args) -> outputs`.
         of_trainer: whether a Keras trainer runs the step: it returns logs, and the model's
             `compute_loss` returns the loss.
-        stock, jit: as in `StepDefinition`.
+        stock, jit: as in `GuardedStep`.
         compiled: the compiled body of an earlier run, if there is one.
 
     Attributes:
         learned: what the steps so far have shown.
         state: the train state, as it was read last.
     """
-
-    learned: Learned
 
     def __init__(
         self,
@@ -126,11 +123,9 @@ class Transaction(interface.Transaction):
         jit: bool = False,
         compiled: Intercept | None = None,
     ):
-        self.run, self.replayed, self.jit = run, body, jit
+        self.run, self.replayed, self.model = run, body, run.model if of_trainer else None
+        self.stock, self.jit, self.compiled = stock, jit, compiled
         self.losses = losses_in_logs if of_trainer else scalars
-        model = run.model if of_trainer else None
-        self._definition = StepDefinition(run, body, self.losses, model, stock, jit)
-        self.compiled = compiled
         self.learned = Learned()
         self.reports: list[Report] = []
         self.state: StateTensors | None = None
@@ -140,7 +135,7 @@ class Transaction(interface.Transaction):
 
     @property
     def _current_optimizer(self) -> Any:
-        return getattr(self._definition.model, "optimizer", None)
+        return getattr(self.model, "optimizer", None)
 
     def __call__(self, *args: Any) -> Any:
         self._called = self.run_step(*args)
@@ -160,9 +155,7 @@ class Transaction(interface.Transaction):
         state, learned = self._current_state(), self.learned
         intercept = self._intercept(state)
         given = Given.of(args)
-        context = StepContext.of(
-            self._definition, state, learned, is_compiled=intercept.compiled is not None
-        )
+        context = StepContext(self, state, is_compiled=intercept.compiled is not None)
         try:
             outputs, verdict, self.learned = self._complete(context, intercept, args)
         except BaseException:
@@ -182,16 +175,16 @@ class Transaction(interface.Transaction):
             self.compiled, self._optimizer = None, self._current_optimizer
         is_due = learned.stale or learned.is_fresh or learned.steps % READ_EVERY == 0
         if state is None or is_replaced or is_due:
-            state = self.state = self._definition.read_state()
+            state = self.state = self.read_state()
         return state
 
     def _intercept(self, state: StateTensors) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        model, optimizers = self._definition.model, state.train_state.optimizers
+        optimizers = state.train_state.optimizers
         if not self.jit or self.learned.is_fresh:
-            notes_backward = not (self._definition.stock or self.jit)
-            return Intercept(model, optimizers, notes_backward=notes_backward)
-        self.compiled = self.compiled or Intercept(model, optimizers, self._definition.body)
+            notes_backward = not (self.stock or self.jit)
+            return Intercept(self.model, optimizers, notes_backward=notes_backward)
+        self.compiled = self.compiled or Intercept(self.model, optimizers, self.replayed)
         return self.compiled
 
     def _complete(
@@ -200,18 +193,17 @@ class Transaction(interface.Transaction):
         """Run a step; commit or refuse it. Return its outputs, its verdict, and what the steps have
         shown.
         """
-        ran = execution.run(context, intercept, args)
-        at_end = partial(judge, context, ran.calls, ran.outputs, ran.raised, bool(ran.updated))
-        judged = ran.judged or at_end()
+        ran, judged = execution.run(context, intercept, args)
+        judged = judged or judge(context, ran)
         if judged.ruling is Ruling.CHECK:  # in this process or in another one
-            judged = at_end()
-        self.run.agreement.hear(judged.agreed.has_news)
-        learned = learned_from(context, ran, judged)
+            judged = judge(context, ran)
+        self.run.agreement.hear(judged.has_news)
+        learned = execution.learned_from(context, ran, judged)
         if judged.ruling is Ruling.REFUSE:
             with contextlib.suppress(Exception):  # the step is refused even without a description
-                self.reports.append(execution.report(context, ran.calls, judged, args))
+                self.reports.append(report(context, ran, judged, args))
             if self.run.refuses:
-                return ran.outputs, execution.refuse(context, ran.calls, judged), learned
+                return ran.outputs, execution.refuse(context, ran, judged), learned
         return ran.outputs, *execution.commit(context, ran, judged, learned)
 
     def _changes_outside(self, context: StepContext, outputs: Any) -> bool:
@@ -221,7 +213,7 @@ class Transaction(interface.Transaction):
         outside = context.log.outside
         if not outside.remain(_known(context.state, outputs)):
             return False
-        return outside.remain(_known(self._definition.read_state(), outputs))
+        return outside.remain(_known(self.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
@@ -241,7 +233,7 @@ class Transaction(interface.Transaction):
 
     def has_left_bad(self) -> bool:
         unread, self.learned = self.learned.unread, replace(self.learned, unread={})
-        return bool(unread) and not are_finite(unread, self._definition.read_state())
+        return bool(unread) and not are_finite(unread, self.read_state())
 
     def batch(self, arguments: Given) -> Any:
         return tuple(arguments) if arguments.is_unchanged else None

@@ -2,13 +2,13 @@
 
 An eager step cannot be inspected before it runs, so its writes are recorded, in its thread only:
 
+- Before the step, `UndoLog.of` keeps modes, torch's random generators, attributes of layers,
+  buffers, and tensors that a step was seen to write past Keras; in the first steps all tensors of
+  the train state.
 - Variables that Keras writes are kept before their first write, through `RECORDED_WRITES`. So are
   learning rate schedulers and gradient scalers of torch.
-- Before the step, `step_context` keeps torch's random generators, attributes of layers, wrapped
-  optimizers, buffers, and tensors that a step was seen to write past Keras; in the first steps it
-  keeps all tensors of the train state.
 - The gradients that the step finds are kept before it first adds to them, or uses them.
-- If the step continues after its update, `keep_updated` keeps weights and slots before it.
+- If the step continues after its update, the update keeps weights and slots before it runs.
 - `LateWrites` keeps other tensors that the step writes in place after its update.
 
 So a healthy step mostly copies its small state (statistics, seeds, metrics), each once.
@@ -19,7 +19,7 @@ optimizers write in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.found_gradients import FoundGradients
+from keras_nanguard._backends.torch.learned import Learned
 from keras_nanguard._backends.torch.outside_state import (
     OutsideChanges,
     place_of,
@@ -37,7 +38,12 @@ from keras_nanguard._backends.torch.outside_state import (
     scheduler_restorer,
     tensor_restorer,
 )
-from keras_nanguard._keras import tensors as keras_tensors, variables as keras_variables
+from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._keras import (
+    attributes as keras_attributes,
+    tensors as keras_tensors,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.all_or_none import finish
 from keras_nanguard._keras.tensors import local
 
@@ -82,13 +88,17 @@ class Kept:
 class UndoLog:
     """The undo log of one step; a context in which writes are recorded.
 
+    `of` keeps what has to be kept before the step, the methods `keep*` what is about to be written,
+    and `give_back` restores all of it.
+
     Args:
         kept: tensors to copy beforehand, because torch writes them in place.
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
         is_replay: whether writes of gradient scalers are undone, too.
         restored_elsewhere: tensors that other code restores.
-        holders: the tensors whose gradients the step may add to.
+        attributes: attributes of layers, as `give_back_tensors` takes them.
+        restore_modes: restores modes, from `Modes`.
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
@@ -104,23 +114,54 @@ class UndoLog:
         uncounted: Iterable[Any] = (),
         is_replay: bool = False,
         restored_elsewhere: Iterable[Any] = (),
-        holders: Iterable[Any] = (),
+        attributes: Iterable[tuple[dict[str, Any], str, Any]] = (),
+        restore_modes: Callable[[], None] = lambda: None,
     ):
         self.kept: dict[int, Kept] = {}
         self.writers: dict[int, Any] = {}
-        self.gradients = FoundGradients(holders)
+        self.gradients = FoundGradients()
         self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
         self._is_replay = is_replay
         self._restored_elsewhere = set(map(id, restored_elsewhere))
-        # By a number, a name, the `id` of an object or the place of a tensor; the last runs first.
         # The state of a generator takes a microsecond, and does not wait for a device.
-        restorers = [partial(g.set_state, g.get_state()) for g in host.generators()]
-        self._restores: dict[Any, Callable[[], None]] = dict(enumerate(restorers))
+        self._generators = [partial(g.set_state, g.get_state()) for g in host.generators()]
+        self._attributes, self._restore_modes = list(attributes), restore_modes
+        self._others: dict[Any, Callable[[], None]] = {}
+        """Restores each other object, by its `id`, and other tensors, by their place."""
         for tensor in uncounted:
             self.keep(tensor, is_counted=False)
         for tensor in kept:
             self.keep(tensor)
+
+    @classmethod
+    def of(
+        cls, state: StateTensors, learned: Learned, undoes_updates: bool, is_compiled: bool
+    ) -> UndoLog:
+        """Return the log of a step that is about to run, with copies of what it may write
+        unnoticed.
+
+        Args:
+            learned: what earlier steps have shown.
+            undoes_updates: whether it may be updated before its verdict.
+            is_compiled: whether its writes are not recorded.
+        """
+        uncounted = [*state.unlisted, *learned.uncounted.values()]
+        kept = list(learned.untracked.values())
+        if learned.is_fresh:
+            kept += state.other
+            kept += state.weights_and_slots if undoes_updates else ()
+        if is_compiled:
+            uncounted, kept = [*uncounted, *state.small_state, *kept], []
+        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.held()
+        log = cls(kept, uncounted, attributes=attributes, restore_modes=restore_modes)
+        log.gradients = FoundGradients(state.gradient_holders, undoes_updates)
+        if learned.adds_by_hand.is_possible:
+            log.keep_gradients()
+        # `LateWrites` keeps those of an eager step when they update.
+        for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
+            log.keep_updated(optimizer, (), copies=True)
+        return log
 
     def keep(self, tensor: Any, is_counted: bool = True) -> None:
         """Copy a tensor, unless it is kept already; `is_counted`: whether torch counts every write
@@ -133,52 +174,39 @@ class UndoLog:
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
-        if self.gradients.kept is None:
-            for _, gradient in self.gradients.choose():
-                self.keep(local(gradient))
+        for _, gradient in self.gradients.choose():
+            self.keep(local(gradient))
 
-    def give_back_gradients(self, holders: Iterable[Any]) -> None:
-        """Restore the gradients that are kept, those of `torch.inference_mode` without their
-        values; for all other tensors leave none.
+    def keep_updated(self, optimizer: Any, tensors: Iterable[Any], copies: bool = False) -> None:
+        """Keep what an update is about to write: these tensors, and the other state of an optimizer
+        of torch; `copies` as in `TorchOptimizer.held`.
         """
-        self.gradients.note_writes()
-        self.keep_gradients()
-        self.gradients.give_back(holders, lambda g: reductions.are_finite([self.before(local(g))]))
-
-    def keep_updated(self, optimizer: Any, tensors: Iterable[Any]) -> None:
-        """Keep what an update is about to write: these tensors, and the optimizer's other state."""
         for tensor in tensors:
             self.keep(tensor)
         if hasattr(optimizer, "held"):
-            self.at_undo(id(optimizer), optimizer.held(copies=False))
+            self._others.setdefault(id(optimizer.of), optimizer.held(copies))
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
         key = place_of(tensor)
         known = (
-            id(tensor) in self._restored_elsewhere
-            or id(tensor) in self.kept
-            or key in self._restores
+            id(tensor) in self._restored_elsewhere or id(tensor) in self.kept or key in self._others
         )
         if not (known or tensor.is_inference()):
-            self._restores[key] = tensor_restorer(tensor)
+            self._others[key] = tensor_restorer(tensor)
             self.outside.note_tensor(tensor)
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
         self.outside.note_object()
-        self.at_undo(id(scheduler), scheduler_restorer(scheduler))
+        self._others.setdefault(id(scheduler), scheduler_restorer(scheduler))
 
     def keep_scaler(self, scaler: Any) -> None:
         """Keep the state of a gradient scaler that is about to change."""
         if scaler.is_enabled():
             self.outside.note_object()
             for key, restore in scaler_restorers(scaler, self._is_replay):
-                self.at_undo(key, restore)
-
-    def at_undo(self, key: Any, restore: Callable[[], None]) -> None:
-        """Call a function when the writes are undone, unless there is one of this key."""
-        self._restores.setdefault(key, restore)
+                self._others.setdefault(key, restore)
 
     def before(self, tensor: Any) -> Any:
         """Return the value of a tensor before the step."""
@@ -210,21 +238,49 @@ class UndoLog:
         if not variable.value.is_meta:
             self.created.append((variable.value, keras_variables.read(variable)))
 
-    def give_back(self) -> None:
+    def give_back(self, halfway: bool = False) -> None:
         """Restore everything.
+
+        Args:
+            halfway: whether the step has raised, so that it has not set back its modes itself.
 
         Raises:
             StateLostError: if a part could not be restored; all others are.
         """
-        tensors = [kept.give_back for kept in self.kept.values()]
-        with torch.no_grad():
-            finish([*reversed(self._restores.values()), *tensors])
+        parts: list[Callable[[], Any]] = [
+            # The last one first: a scheduler and an optimizer both have the rate, and that of the
+            # earlier copy is to stay.
+            *reversed(self._others.values()),
+            # Before the tensors: versions show which gradients were written, and restored values
+            # count as writes.
+            self._give_back_gradients,
+            partial(keras_attributes.give_back_tensors, self._attributes),
+            *self._generators,
+            # After the others, which may have later values of an alias.
+            *(kept.give_back for kept in self.kept.values()),
+        ]
+        try:
+            with torch.no_grad():
+                finish(parts)
+        finally:
+            if halfway:
+                self._restore_modes()  # here, because `no_grad` sets back the mode of gradients
+
+    def _give_back_gradients(self) -> None:
+        """Restore the gradients that are kept, those of `torch.inference_mode` without their
+        values; leave none for all other weights.
+        """
+        self.gradients.note_writes()
+        self.keep_gradients()
+        self.gradients.give_back(lambda g: reductions.are_finite([self.before(local(g))]))
 
     def release(self) -> None:
         self.gradients.release()
         self.kept.clear()
         self.writers.clear()
-        self._restores.clear()
+        self._others.clear()
+        self._attributes.clear()
+        self._generators.clear()
 
 
 def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
@@ -246,22 +302,27 @@ def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, va
         undo_log.note_created(variable)
 
 
-def with_subclasses(base: Any) -> list[Any]:
+def _with_subclasses(base: Any) -> list[Any]:
     """Return a class and all of its subclasses, each once."""
     found = {base: None}
     for kind in base.__subclasses__():
-        found |= dict.fromkeys(with_subclasses(kind))
+        found |= dict.fromkeys(_with_subclasses(kind))
     return list(found)
 
 
+def where_defined(
+    base: Any, functions: Mapping[str, Callable[..., Any]]
+) -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
+    """Yield a class and its subclasses, each with those of these functions that it defines."""
+    for kind in _with_subclasses(base):
+        yield kind, {name: f for name, f in functions.items() if name in vars(kind)}
+
+
 def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    """Yield each class of schedulers and scalers that defines what writes its objects."""
-    for base, names, keep in (
-        (LRScheduler, ("step",), UndoLog.keep_scheduler),
-        (torch.amp.GradScaler, ("unscale_", "step", "update"), UndoLog.keep_scaler),
-    ):
-        for kind in with_subclasses(base):
-            yield kind, {name: _keeping(keep) for name in names if name in vars(kind)}
+    """Yield what writes schedulers and scalers, by class."""
+    yield from where_defined(LRScheduler, {"step": _keeping(UndoLog.keep_scheduler)})
+    methods = dict.fromkeys(("unscale_", "step", "update"), _keeping(UndoLog.keep_scaler))
+    yield from where_defined(torch.amp.GradScaler, methods)
 
 
 RECORDED_WRITES = ThreadOverrides(

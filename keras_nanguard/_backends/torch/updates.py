@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import torch
@@ -15,15 +15,6 @@ from keras_nanguard._keras.tensors import local
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of a torch optimizer that have the hooks of its updates; names private to torch."""
-
-
-class Updated(NamedTuple):
-    """What an update has returned, and the tensors that it has created outside of Keras, each with
-    its first value.
-    """
-
-    result: Any
-    created: Sequence[tuple[Any, Any]] = ()
 
 
 class Update:
@@ -50,10 +41,12 @@ class Update:
     def build(self) -> None:
         """Build the optimizer as the update itself would."""
 
-    def run(self) -> Updated:
-        """Run the update."""
+    def run(self) -> tuple[Any, Sequence[tuple[Any, Any]]]:
+        """Run the update. Return its result, and the tensors that it has created outside of Keras,
+        each with its first value.
+        """
         with torch.set_grad_enabled(self._grad_mode):  # a replay runs it after the step
-            return Updated(self._call())
+            return self._call(), ()
 
 
 class KerasUpdate(Update):
@@ -85,22 +78,19 @@ class TorchUpdate(Update):
         super().__init__(optimizer, call)
         self._of, self.evaluates = optimizer.of, evaluates
         self.has_hooks = any(vars(self._of).get(name) for name in HOOKS)
-        self._grads = self._read()
-        self.pairs = self._pairs()
+        self._read()
         if evaluates:  # it computes the gradients of all of them
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
 
     def written(self) -> list[Any]:
         return [*(variable.value for _, variable in self.pairs), *self.optimizer.slots]
 
-    def _read(self) -> list[tuple[Any, Any]]:
-        return [(p, p.grad) for p in self.optimizer.parameters]
-
-    def _pairs(self) -> list[tuple[Any, Any]]:
+    def _read(self) -> None:
+        self._grads = [(p, p.grad) for p in self.optimizer.parameters]
         written = [(p, g) for p, g in self._grads if g is not None]
-        return [(local(g), self.optimizer.variable_of(p)) for p, g in written]
+        self.pairs = [(local(g), self.optimizer.variable_of(p)) for p, g in written]
 
-    def run(self) -> Updated:
+    def run(self) -> tuple[Any, Sequence[tuple[Any, Any]]]:
         """Step with the gradients of the original call, which a replay may have dropped since, or
         with its closure.
         """
@@ -113,8 +103,7 @@ class TorchUpdate(Update):
             if self.optimizer.global_clipnorm:
                 written = [p for p, g in self._grads if g is not None]
                 torch.nn.utils.clip_grad_norm_(written, self.optimizer.global_clipnorm)
-        result = super().run().result
+        result, _ = super().run()
         if self.evaluates:
-            self._grads = self._read()
-            self.pairs = self._pairs()
-        return Updated(result, self.optimizer.created_since(before, settings))
+            self._read()
+        return result, self.optimizer.created_since(before, settings)
