@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -324,7 +325,10 @@ class LoopStep(_RetracingAccess, attach.LoopStep):
     def _transaction(self) -> Transaction:
         written = getattr(self.function, "python_function", None)
         compiled = written is not None and not tf.config.functions_run_eagerly()
-        body = tf.autograph.to_graph(written) if compiled else written or self.function
+        body = written or self.function
+        if compiled and getattr(self.function, "_autograph", True):
+            with contextlib.suppress(Exception):  # as `tf.function` does if there is no source
+                body = tf.autograph.to_graph(written)
         transaction = Transaction(
             lambda args, kwargs: body(*args, **kwargs),
             self.run,
