@@ -162,7 +162,7 @@ class Intercept(Overrides):
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
             if loss is not None and self._here():
-                seen, outputs = self.seen(), tf.nest.flatten(predicted(args, kwargs))
+                seen, outputs = self.seen(), keras.tree.flatten(predicted(args, kwargs))
                 seen.losses.append(tf.convert_to_tensor(loss))
                 named = named_outputs(self.model, outputs)
                 seen.outputs += [(n, t) for n, t in named if tf.is_tensor(t) and is_inexact(t)]

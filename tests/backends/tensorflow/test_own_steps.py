@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 
@@ -702,3 +703,47 @@ def test_a_gradient_that_is_a_constant():
     batch = tf.constant(X[:BATCH] * 100), tf.constant(Y[:BATCH])
     found = ReplayableStep.of(model, [model.optimizer]).run_compiled((batch,), jit=False)
     assert (found.first, found.first_path) == ("gradients", model.dense.bias.path)
+
+
+def test_loop_step_without_source():
+    """TensorFlow cannot convert a function whose source is unknown, and runs it as it is."""
+    scope = {}
+    exec("def step(x, y):\n    return update(x, y)\n", scope)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def update(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    scope["update"] = update
+    guard = NanGuard(verbose=0)
+    step = guard.step(tf.function(scope["step"]))
+    x = tf.ones((4, 3))
+    with guard.watch(model, optimizer):
+        step(x, tf.ones((4, 1)))
+        before = [np.array(v) for v in model.variables]
+        step(x, tf.fill((4, 1), np.nan))
+    zoo.assert_same([np.array(v) for v in model.variables], before)
+    assert len(guard.incidents) == 1
+
+
+def test_names_of_outputs_in_an_ordered_dict():
+    """Keras names outputs in the order in which an `OrderedDict` has them."""
+    inputs = keras.Input((3,))
+    outputs = collections.OrderedDict(
+        zulu=layers.Dense(1, name="zulu")(inputs),
+        alpha=layers.Rescaling(1e38, name="alpha")(layers.Dense(1, name="dense")(inputs)),
+    )
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    guard = NanGuard("tune", verbose=0)
+    y = collections.OrderedDict.fromkeys(outputs, np.zeros((4, 1), "float32"))
+    model.fit(np.full((4, 3), 1e5, "float32"), y, verbose=0, callbacks=[guard])
+    (incident,) = guard.incidents
+    bad = {finding.path for finding in incident.findings if finding.site == "outputs"}
+    assert bad == {"alpha"}
