@@ -102,8 +102,11 @@ class Tasks:
         run.due.plan("verify_snapshots", self.verify_snapshots())
         return step + run.policy.snapshot.every
 
-    def take_snapshot(self) -> bool | None:
+    def take_snapshot(self, once_more: bool = True) -> bool | None:
         """Copy the state, or raise an incident if it is not finite.
+
+        Args:
+            once_more: whether to copy a first state that an action of the incident has changed.
 
         Returns:
             Whether the state is copied; `None` if the last steps are to run again.
@@ -134,8 +137,8 @@ class Tasks:
             incident, replays = self.incidents.handle(incident_of(run, bad))
             if replays:
                 return None
-            if first and "fix_loss_scale" in incident.changes:
-                return self.take_snapshot()
+            if first and once_more and incident.changes:
+                return self.take_snapshot(once_more=False)
         return not obstacle
 
 

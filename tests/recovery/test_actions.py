@@ -660,6 +660,15 @@ class TestRepair:
         assert status == "done" and detail.startswith("2 entries") and detail.endswith(f"no value for {own.table.path}")
         assert np.isnan(own.table.numpy()).all() and dense.kernel.numpy() == 1.0 and dense.bias.numpy() == 0.0
 
+    def test_before_the_first_step(self):
+        """The repaired state is the snapshot of the start, to which a rollback can go."""
+        model, kept = line("sgd"), []
+        model.layers[0].kernel.assign([[np.nan]])
+        guard = acting({"repair": {"source": "ones"}})
+        walk(model, guard, batches=3, callbacks=[At(s1=lambda m: kept.append(guard.session.run.ring.start))])
+        assert outcomes(guard, "repair")[0][:2] == (0, "done") and len(guard.incidents) == 1
+        assert kept[0] is not None and kept[0].step == 0
+
     def test_slots(self):
         guard = acting({"repair": {"source": "initializer"}})
         run = train(guard, callbacks=[At(s5=lambda m: corrupt(m.optimizer.variables[2], "inf"))])
