@@ -144,11 +144,11 @@ def _broken(model: Any, message: str, words: str) -> Explained:
     backward = "gradient_tape" in names
     phase = " in the backward pass" if backward else ""
     operation = f" The operation was {node[2]}{phase}." if node is not None else ""
-    seen = f"The backend raised: {words}.{operation}"
+    seen, is_check = f"The backend raised: {words}.{operation}", words.startswith("Tensor had")
     advice = "Add a small multiple of the identity to a matrix before decomposing or inverting it."
     finding = Finding("gradients" if backward else "outputs", "nonfinite", culprit)
     cause: Cause = "gradient_domain" if backward else "forward_domain"
-    return finding, Diagnosis(cause, culprit, (), (seen,), (advice,), SEEN)
+    return finding, Diagnosis(cause, culprit, (), (seen,), () if is_check else (advice,), SEEN)
 
 
 def _called(model: Any, message: str) -> Any:

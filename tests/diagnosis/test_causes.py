@@ -80,6 +80,14 @@ def test_an_exception_is_of_the_pass_in_which_it_was_raised(node, cause):
     assert found.cause == cause and ("in the backward pass" in found.evidence[0]) is (cause == "gradient_domain")
 
 
+@pytest.mark.parametrize(
+    ("message", "pieces"), [("Input is not invertible.", 1), ("Tensor had NaN values", 0)]
+)
+def test_advice_about_a_matrix_is_given_for_a_matrix(message, pieces):
+    _, found = explain_exception(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), message)
+    assert len(found.advice) == pieces
+
+
 @pytest.mark.parametrize("loss", ["mse", "binary_crossentropy"])
 def test_targets_are_not_blamed_for_an_index_beyond_an_embedding_table(loss):
     """PyTorch's compiler names neither; the number of entries is that of the table."""
