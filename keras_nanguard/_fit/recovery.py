@@ -168,8 +168,8 @@ class Recovery:
 
         Args:
             write: whether the optimizers do not have the changes yet. Otherwise they are the same
-                ones, or another callback has restored them, and values that were set since the
-                record are kept.
+                ones, or another callback has restored them, and a learning rate that was set
+                since the record is kept.
         """
         self.policy_state = state.policy_state
         for optimizer, done, settings in zip(optimizers, state.rates, state.settings):

@@ -183,8 +183,8 @@ class UndoLog:
         """
         for tensor in tensors:
             self.keep(tensor)
-        if hasattr(optimizer, "held"):
-            self._others.setdefault(id(optimizer.of), optimizer.held(copies))
+        if hasattr(optimizer, "held") and id(optimizer.of) not in self._others:
+            self._others[id(optimizer.of)] = optimizer.held(copies)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
