@@ -157,9 +157,9 @@ class Divergence:
         run.plan_changes()
         run.ring.forget_after(probation.restart)
         run.recent.restart()
-        run.log.line(
-            "NanGuard: the lower learning rate did not help. State and learning rate are restored."
-        )
+        text = "lower learning rate did not help. State and learning rate are restored."
+        run.log.line(f"NanGuard: the {text}")
+        run.recording.factor(run.train_state(), f"The {text}")
 
 
 def _write(run: Run, state: State) -> None:

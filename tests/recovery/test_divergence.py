@@ -258,6 +258,8 @@ class TestProbation:
         model, _ = fit(mlp(adam(3.0)), guard, callbacks=[spoils], epochs=5)
         assert len(guard.incidents) == 1
         assert "State and learning rate are restored" in capsys.readouterr().out
+        events = [event.text for event in guard.recording.events if event.kind == "learning_rate"]
+        assert "The lower learning rate did not help. State and learning rate are restored." in events
         rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
         assert rate == pytest.approx(1e-9), "a rate that a callback has set stays"
         state = guard.session.guard_state
