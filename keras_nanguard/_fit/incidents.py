@@ -287,7 +287,7 @@ class Incidents:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        run.recording.factor(run.train_state(), "; ".join(lowered))
+        run.recording.factor(run.train_state, "; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
         if wrote or back.restored is not None:
             run.count_replacement()

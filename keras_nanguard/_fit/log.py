@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -192,11 +192,15 @@ class RunRecording:
                 data = {"before": before, "after": rate, "by": "callback"}
                 self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
 
-    def factor(self, state: TrainState, change: str = "") -> None:
-        """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
+    def factor(self, state: Callable[[], TrainState], change: str = "") -> None:
+        """Record the factor of the guard on learning rates if it has changed, as by a `change`.
+
+        Args:
+            state: returns the train state with the current values.
+        """
         if change or self._factor != self._recovery.rate_factor:
             self._record_factor(change)
-            self.rate(state, ahead=True)
+            self.rate(state(), ahead=True)
 
     def _record_factor(self, text: str = "") -> None:
         before, after = self._factor, self._recovery.rate_factor

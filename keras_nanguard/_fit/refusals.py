@@ -19,7 +19,7 @@ from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.trial import tried
+from keras_nanguard._fit.trial import Trial, tried
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -128,13 +128,15 @@ class Refusals:
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""
-        seeds = keras_variables.moved_seeds(self._run.train_state().other)
-        others = {id(seed): value for seed, value in seeds}
+        seeds = keras_variables.seeds(self._run.train_state().other)
         if args is None or not seeds:
             return False
-        return tried(
-            self._run, lambda t: not t.is_finite(args) and t.is_finite(args, others), False
-        )
+
+        def by_noise(trying: Trial) -> bool:
+            others = {id(seed): value for seed, value in keras_variables.moved_seeds(seeds)}
+            return not trying.is_finite(args) and trying.is_finite(args, others)
+
+        return tried(self._run, by_noise, False)
 
 
 # Overflows

@@ -52,7 +52,7 @@ class Tasks:
             return run.step + 1 if run.recovery.active else inf
         state = run.train_state()
         left = run.recovery.after_good_step(run.counts.committed, state)
-        run.recording.factor(state)
+        run.recording.factor(lambda: state)
         return run.step + left
 
     def check(self) -> float | None:

@@ -50,7 +50,7 @@ def losses_of(model: Any) -> tuple[Any, ...]:
 def trains_by_compiled_loss(model: Any) -> bool:
     """Whether a model is trained by Keras' own train step on the loss that `compile` was given."""
     hooks = ("train_step", "compute_loss")
-    compiled = isinstance(model, keras.Model) and model._compile_loss is not None
+    compiled = isinstance(model, keras.Model) and getattr(model, "_compile_loss", None) is not None
     return compiled and not any(_overridden(type(model), name) for name in hooks)
 
 
