@@ -443,8 +443,10 @@ class NanGuard(keras.callbacks.Callback):
         run = Run(model, self.policy, self._log, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, explain)
-        if self.session is not None and self.session.run.model is model:
-            session.follow(self.session)
+        if self.session is not None:
+            self._may_resume |= self.session.start.resuming is not None  # an error came before
+            if self.session.run.model is model:
+                session.follow(self.session)
         return session
 
     def _detach(self) -> None:
@@ -474,13 +476,15 @@ class NanGuard(keras.callbacks.Callback):
                 self._log.once(f"NanGuard: {line}")
 
     def _resumed_from(self, steps: int | None = None) -> Resumed | None:
-        """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
+        """Return the newest snapshot on disk until one was restored, or there was none: a later fit
+        is another run.
+        """
         if self.directory is None or not (self.resume and self._may_resume):
             return None
-        self._may_resume = False
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.require_agreement(-1 if found is None else found.record.step, what)
+        self._may_resume = False
         return found
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles

@@ -171,10 +171,11 @@ class Start:
             self.restore()
 
     def restore(self) -> Resumed | None:
-        """Restore the state to resume from, once, and return it."""
-        resuming, self.resuming = self.resuming, None
+        """Restore the state to resume from, once, and return it. After an error it is still due."""
+        resuming = self.resuming
         if resuming is not None:
             resuming.restore(self._run)
+        self.resuming = None
         return resuming
 
 
