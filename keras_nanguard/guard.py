@@ -236,7 +236,7 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
                 for example), or if the model or an optimizer is one of `tf_keras`.
-            GuardInUseError: if this guard already watches a loop.
+            GuardInUseError: if this guard already watches a loop, or a fit is running with it.
 
         Example:
 
@@ -254,6 +254,7 @@ class NanGuard(keras.callbacks.Callback):
                 "Expected a guard that does not watch a loop yet. Received: a guard of a running"
                 " loop. Use one NanGuard per loop."
             )
+        self._require_free()
         model, optimizers = loop.guardable(model, optimizers)
         self.session = session = self._session(model, optimizers)
         self._log.begin(session.run.directory, session.run.shown)
@@ -321,16 +322,9 @@ class NanGuard(keras.callbacks.Callback):
         if model is None:
             return
         fit = None if self._attached is None else self._attached.fit
-        in_loop = self._loop is not None
-        if (in_loop or (fit is not None and fit.encloses)) and evaluates():
+        if (self._loop is not None or (fit is not None and fit.encloses)) and evaluates():
             return
-        if in_loop or (fit is not None and fit.runs):
-            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
-            raise GuardInUseError(
-                f"Expected a guard that is not in use. Received: a guard of a running {running}."
-                " Create a separate NanGuard for each fit that runs at the same time."
-            )
-        self._detach()
+        self._require_free()
         super().set_model(model)
         self._attach(model)
 
@@ -413,6 +407,17 @@ class NanGuard(keras.callbacks.Callback):
             self._detach()
 
     # Attaching to a model, and detaching
+
+    def _require_free(self) -> None:
+        """Detach from a fit that has ended; raise `GuardInUseError` if another, or a loop, runs."""
+        in_loop = self._loop is not None
+        if in_loop or (self._attached is not None and self._attached.fit.runs):
+            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
+            raise GuardInUseError(
+                f"Expected a guard that is not in use. Received: a guard of a running {running}."
+                " Create a separate NanGuard for each fit that runs at the same time."
+            )
+        self._detach()
 
     def _attach(self, model: Any) -> None:
         """Attach to the fit that is calling this code."""
@@ -521,6 +526,7 @@ def guard_every_step(guard: NanGuard, model: Any, make: Callable[..., Any]) -> N
         model: the model, which must be compiled.
         make: creates the train function of Keras. The transaction is around its train step.
     """
+    guard._require_free()
     if guard.session is not None:  # of an earlier fit, or of another compile()
         guard.session.end()
     guard.session = guard._session(model)
