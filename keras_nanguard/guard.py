@@ -256,12 +256,9 @@ class NanGuard(keras.callbacks.Callback):
             )
         self._require_free()
         model, optimizers = loop.guardable(model, optimizers)
-        self.session = session = self._session(model, optimizers)
-        self._log.begin(session.run.directory, session.run.shown)
-        self._warn_about_policy()
-        resumed, self._loop = self._resumed_from(), session
+        self._loop = self._begin_steps(model, optimizers)
         try:
-            with loop.watching(session, resumed):
+            with loop.watching(self._loop):
                 yield
         finally:
             self._loop = None
@@ -431,12 +428,10 @@ class NanGuard(keras.callbacks.Callback):
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
-        self.session = self._session(model)
-        self._attached = Attached(self.session, self.logs, self.diagnose, self._detach)
-        self._log.begin(self.session.run.directory, self.session.run.shown)
+        self._attached = Attached(self._session(model), self.logs, self.diagnose, self._detach)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
-        """Return the host side of the steps of a model, which continues that of its last fit.
+        """Begin the host side of the steps of a model, which continues that of its last fit.
 
         Args:
             model: the model.
@@ -452,6 +447,18 @@ class NanGuard(keras.callbacks.Callback):
             self._may_resume |= self.session.start.resuming is not None  # an error came before
             if self.session.run.model is model:
                 session.follow(self.session)
+        self.session = session
+        self._log.begin(run.directory, run.shown)
+        return session
+
+    def _begin_steps(self, model: Any, optimizers: Any = None) -> Session:
+        """Begin steps without a fit, which may resume; for the arguments see `_session`."""
+        session = self._session(model, optimizers)
+        self._warn_about_policy()
+        resumed = self._resumed_from()
+        session.start.begin(resumed)
+        if resumed is not None:
+            self._log.line(resumed.sentence())
         return session
 
     def _detach(self) -> None:
@@ -529,8 +536,8 @@ def guard_every_step(guard: NanGuard, model: Any, make: Callable[..., Any]) -> N
     guard._require_free()
     if guard.session is not None:  # of an earlier fit, or of another compile()
         guard.session.end()
-    guard.session = guard._session(model)
-    guard.session.finish()  # unless a step raises: the end of its loop is unknown
-    made = attachment(model, guard.session)
-    guard.session.run.attach(made)
+    session = guard._begin_steps(model)
+    session.finish()  # unless a step raises: the end of its loop is unknown
+    made = attachment(model, session)
+    session.run.attach(made)
     made.make_with(make)
