@@ -60,8 +60,9 @@ class Resumed:
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
         train_state = run.train_state()
-        # If no optimizer was built, no step can have run.
-        untrained = all(weights is None for weights in self.record.optimizers)
+        # If no optimizer was built, no step can have run. Without optimizers this is unknown.
+        built = [weights is not None for weights in self.record.optimizers]
+        untrained = bool(built) and not any(built)
         if untrained and self.record.signature != snapshot_files.signature(train_state.everything):
             why = f"{self.path} was written before the model was built"
             warnings.warn(f"NanGuard starts from the current weights: {why}.", stacklevel=2)

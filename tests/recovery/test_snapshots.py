@@ -289,6 +289,23 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX a step receives the state")
+    def test_another_model_without_an_optimizer(self, tmp_path):
+        """That it was not built does not follow: the run does not start from scratch."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data):
+                return {"loss": keras.ops.mean(self(data[0]))}
+
+        def build(units=4):
+            model = Own([keras.Input((6,)), layers.Dense(units)])
+            model.compile(None)
+            return model
+
+        interrupted(build, zoo.regression(), on_disk(tmp_path), 9)
+        with pytest.raises(GuardError, match="another model"):
+            zoo.run(lambda: build(3), zoo.regression(), guard=on_disk(tmp_path, resume=True))
+
     @pytest.mark.parametrize("fails", ["a file", "the model", "the data"])
     def test_another_try_after_an_error(self, fails, tmp_path):
         """What has not been restored is neither forgotten nor removed: the next fit resumes from it."""
