@@ -57,6 +57,7 @@ def watching(session: Session) -> Iterator[None]:
             yield
         session.start.restore()  # if the loop had no steps left
         session.run.access.resolve_pending()
+        session.check_end()
         session.finish()
     finally:
         try:

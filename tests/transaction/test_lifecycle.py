@@ -235,6 +235,21 @@ def test_results_in_the_middle_of_a_loop():
             zoo.fit(zoo.plain(), data, guard)
 
 
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
+def test_a_state_written_after_the_last_step_of_a_loop():
+    """It is found at the end of the loop, as at the end of a fit, and the steps since a snapshot run again."""
+    model, guard = zoo.plain(), NanGuard(verbose=0, diagnose=False)
+    with guard.watch(model):
+        step = guard.step(lambda x: model.train_step((keras.ops.convert_to_tensor(x), keras.ops.ones((8, 1))))["loss"])
+        for _ in range(3):
+            step(np.ones((8, 6), "float32"))
+        good = model.get_weights()
+        model.set_weights([weight * np.nan for weight in good])
+        assert guard.incidents == []
+    assert [(i.step, i.refused, "weights" in i.sites) for i in guard.incidents] == [(2, False, True)]
+    zoo.assert_same(model.get_weights(), good)
+
+
 def test_another_use_in_the_middle_of_a_fit():
     """A loop with its guard, or a step of a model that has it, is refused, and the fit goes on with its session."""
     (x, y), guard, refused = zoo.regression(batches=2).all, NanGuard(verbose=0), []
