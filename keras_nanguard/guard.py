@@ -236,7 +236,7 @@ class NanGuard(keras.callbacks.Callback):
         Raises:
             GuardError: if there is no optimizer, if one of them is not an optimizer (but a list,
                 for example), or if the model or an optimizer is one of `tf_keras`.
-            GuardInUseError: if this guard already watches a loop.
+            GuardInUseError: if this guard already watches a loop, or a fit is running with it.
 
         Example:
 
@@ -254,13 +254,11 @@ class NanGuard(keras.callbacks.Callback):
                 "Expected a guard that does not watch a loop yet. Received: a guard of a running"
                 " loop. Use one NanGuard per loop."
             )
+        self._require_free()
         model, optimizers = loop.guardable(model, optimizers)
-        self.session = session = self._session(model, optimizers)
-        self._log.begin(session.run.directory, session.run.shown)
-        self._warn_about_policy()
-        resumed, self._loop = self._resumed_from(), session
+        self._loop = self._begin_steps(model, optimizers)
         try:
-            with loop.watching(session, resumed):
+            with loop.watching(self._loop):
                 yield
         finally:
             self._loop = None
@@ -321,16 +319,9 @@ class NanGuard(keras.callbacks.Callback):
         if model is None:
             return
         fit = None if self._attached is None else self._attached.fit
-        in_loop = self._loop is not None
-        if (in_loop or (fit is not None and fit.encloses)) and evaluates():
+        if (self._loop is not None or (fit is not None and fit.encloses)) and evaluates():
             return
-        if in_loop or (fit is not None and fit.runs):
-            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
-            raise GuardInUseError(
-                f"Expected a guard that is not in use. Received: a guard of a running {running}."
-                " Create a separate NanGuard for each fit that runs at the same time."
-            )
-        self._detach()
+        self._require_free()
         super().set_model(model)
         self._attach(model)
 
@@ -414,6 +405,17 @@ class NanGuard(keras.callbacks.Callback):
 
     # Attaching to a model, and detaching
 
+    def _require_free(self) -> None:
+        """Detach from a fit that has ended; raise `GuardInUseError` if another, or a loop, runs."""
+        in_loop = self._loop is not None
+        if in_loop or (self._attached is not None and self._attached.fit.runs):
+            running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
+            raise GuardInUseError(
+                f"Expected a guard that is not in use. Received: a guard of a running {running}."
+                " Create a separate NanGuard for each fit that runs at the same time."
+            )
+        self._detach()
+
     def _attach(self, model: Any) -> None:
         """Attach to the fit that is calling this code."""
         other = attached_to(model)
@@ -426,12 +428,10 @@ class NanGuard(keras.callbacks.Callback):
                 warnings.warn(text, stacklevel=outside())
                 return
             other.detach()
-        self.session = self._session(model)
-        self._attached = Attached(self.session, self.logs, self.diagnose, self._detach)
-        self._log.begin(self.session.run.directory, self.session.run.shown)
+        self._attached = Attached(self._session(model), self.logs, self.diagnose, self._detach)
 
     def _session(self, model: Any, optimizers: Any = None) -> Session:
-        """Return the host side of the steps of a model, which continues that of its last fit.
+        """Begin the host side of the steps of a model, which continues that of its last fit.
 
         Args:
             model: the model.
@@ -443,8 +443,22 @@ class NanGuard(keras.callbacks.Callback):
         run = Run(model, self.policy, self._log, optimizers, *own)
         explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
         session = Session(run, explain)
-        if self.session is not None and self.session.run.model is model:
-            session.follow(self.session)
+        if self.session is not None:
+            self._may_resume |= self.session.start.resuming is not None  # an error came before
+            if self.session.run.model is model:
+                session.follow(self.session)
+        self.session = session
+        self._log.begin(run.directory, run.shown)
+        return session
+
+    def _begin_steps(self, model: Any, optimizers: Any = None) -> Session:
+        """Begin steps without a fit, which may resume; for the arguments see `_session`."""
+        session = self._session(model, optimizers)
+        self._warn_about_policy()
+        resumed = self._resumed_from()
+        session.start.begin(resumed)
+        if resumed is not None:
+            self._log.line(resumed.sentence())
         return session
 
     def _detach(self) -> None:
@@ -474,13 +488,15 @@ class NanGuard(keras.callbacks.Callback):
                 self._log.once(f"NanGuard: {line}")
 
     def _resumed_from(self, steps: int | None = None) -> Resumed | None:
-        """Return the newest snapshot on disk, in the first fit only: a later fit is another run."""
+        """Return the newest snapshot on disk until one was restored, or there was none: a later fit
+        is another run.
+        """
         if self.directory is None or not (self.resume and self._may_resume):
             return None
-        self._may_resume = False
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.require_agreement(-1 if found is None else found.record.step, what)
+        self._may_resume = False
         return found
 
     # Copies: tuners copy callbacks for each trial, other processes get pickles
@@ -517,10 +533,11 @@ def guard_every_step(guard: NanGuard, model: Any, make: Callable[..., Any]) -> N
         model: the model, which must be compiled.
         make: creates the train function of Keras. The transaction is around its train step.
     """
+    guard._require_free()
     if guard.session is not None:  # of an earlier fit, or of another compile()
         guard.session.end()
-    guard.session = guard._session(model)
-    guard.session.finish()  # unless a step raises: the end of its loop is unknown
-    made = attachment(model, guard.session)
-    guard.session.run.attach(made)
+    session = guard._begin_steps(model)
+    session.finish()  # unless a step raises: the end of its loop is unknown
+    made = attachment(model, session)
+    session.run.attach(made)
     made.make_with(make)

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from keras_nanguard._backends.current import loop_step
 from keras_nanguard._core.errors import GuardError, expected, require_keras_3
-from keras_nanguard._fit.resume import Resumed
 from keras_nanguard._fit.session import Session
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -50,17 +49,15 @@ def _remedy(received: Any) -> str:
 
 
 @contextlib.contextmanager
-def watching(session: Session, resumed: Resumed | None) -> Iterator[None]:
-    """Return a context for a loop, which may resume, and ends with the table of its incidents."""
+def watching(session: Session) -> Iterator[None]:
+    """Return a context for a loop that has begun. It ends with the table of its incidents."""
     log = session.run.log
-    session.start.begin(resumed)
-    if resumed is not None:
-        log.line(resumed.sentence())
     try:
         with loop_step().watching():
             yield
         session.start.restore()  # if the loop had no steps left
         session.run.access.resolve_pending()
+        session.check_end()
         session.finish()
     finally:
         try:

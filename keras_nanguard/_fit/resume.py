@@ -5,19 +5,21 @@ decides when it is restored.
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keras_nanguard._backends import current
-from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import FileFormatError, GuardError, expected
+from keras_nanguard._core import atomic_files, memory
+from keras_nanguard._core.errors import FileFormatError, GuardError, StateLostError, expected
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._fit import snapshot_files
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotRecord
-from keras_nanguard._keras import fitting as keras_fitting, variables as keras_variables
+from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._keras import fitting as keras_fitting
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
 
@@ -40,7 +42,8 @@ class Resumed:
     with_state: bool = True
 
     def restore(self, run: Run) -> None:
-        """Write the state into the model of a run that has not begun, and restore the policy.
+        """Write the state into the model of a run that has not begun, all or none, and restore the
+        policy.
 
         The metrics of an unfinished epoch continue; those of a new epoch are reset. If the process
         ended before its second snapshot, and the first was taken before the model had its
@@ -48,6 +51,7 @@ class Resumed:
 
         Raises:
             GuardError: if the model differs, or is not built.
+            StateLostError: if neither the state nor the previous one could be written completely.
         """
         if self.with_state:
             self._restore_state(run)
@@ -60,8 +64,9 @@ class Resumed:
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()
         train_state = run.train_state()
-        # If no optimizer was built, no step can have run.
-        untrained = all(weights is None for weights in self.record.optimizers)
+        # If no optimizer was built, no step can have run. Without optimizers this is unknown.
+        built = [weights is not None for weights in self.record.optimizers]
+        untrained = bool(built) and not any(built)
         if untrained and self.record.signature != snapshot_files.signature(train_state.everything):
             why = f"{self.path} was written before the model was built"
             warnings.warn(f"NanGuard starts from the current weights: {why}.", stacklevel=2)
@@ -71,15 +76,17 @@ class Resumed:
     def _write(self, train_state: TrainState) -> None:
         variables, metrics = train_state.everything, train_state.metrics
         try:
-            stored = SnapshotFile(self.path, self.record, variables)
-            for variable in variables:
-                keras_variables.write(variable, stored[id(variable)])
-            if self.batch and len(metrics) == self.record.metrics:
-                for metric, value in zip(metrics, stored.metrics()):
-                    keras_variables.write(metric, value)
-            drawn = stored.generator()
-            stored.close()
+            with closing(SnapshotFile(self.path, self.record, variables)) as stored:
+                drawn = stored.generator()
+                continues = self.batch and len(metrics) == self.record.metrics
+                measured = [*zip(metrics, stored.metrics())] if continues else []
+                place = (self.epoch, self.batch)
+                Snapshot(self.record.step, 0, place, arrays=stored).write(variables, measured)
+        except StateLostError:
+            raise
         except PARSE_ERRORS as error:
+            if memory.is_exhausted(cause := error.__cause__ or error):
+                raise cause from None
             build = "Build the model as in the previous run (call it on data once)"
             text = expected("the model of the snapshot", error, f"{build}, or omit resume=True.")
             raise GuardError(text) from error
@@ -171,10 +178,11 @@ class Start:
             self.restore()
 
     def restore(self) -> Resumed | None:
-        """Restore the state to resume from, once, and return it."""
-        resuming, self.resuming = self.resuming, None
+        """Restore the state to resume from, once, and return it. After an error it is still due."""
+        resuming = self.resuming
         if resuming is not None:
             resuming.restore(self._run)
+        self.resuming = None
         return resuming
 
 

@@ -289,6 +289,55 @@ class TestResume:
         with pytest.raises(GuardError, match="another model"):
             zoo.run(other, zoo.regression(), guard=on_disk(tmp_path, resume=True))
 
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX a step receives the state")
+    def test_another_model_without_an_optimizer(self, tmp_path):
+        """That it was not built does not follow: the run does not start from scratch."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data):
+                return {"loss": keras.ops.mean(self(data[0]))}
+
+        def build(units=4):
+            model = Own([keras.Input((6,)), layers.Dense(units)])
+            model.compile(None)
+            return model
+
+        interrupted(build, zoo.regression(), on_disk(tmp_path), 9)
+        with pytest.raises(GuardError, match="another model"):
+            zoo.run(lambda: build(3), zoo.regression(), guard=on_disk(tmp_path, resume=True))
+
+    @pytest.mark.parametrize("fails", ["a file", "the model", "the data"])
+    def test_another_try_after_an_error(self, fails, tmp_path):
+        """What has not been restored is neither forgotten nor removed: the next fit resumes from it."""
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path, snapshot={"keep": 1}), 9)
+        guard, model, data = on_disk(tmp_path, resume=True, snapshot={"keep": 1}), zoo.plain(), zoo.regression()
+        (path,) = written(tmp_path / "snapshots")
+        if fails == "a file":
+            (path / "state.npz").rename(tmp_path / "away")
+            with pytest.raises(GuardError, match="can be used"), pytest.warns(UserWarning, match="older snapshot"):
+                zoo.fit(model, data, guard)
+            (tmp_path / "away").rename(path / "state.npz")
+        elif fails == "the model":
+            other = _compiled(keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)]))
+            with pytest.raises(GuardError, match="another model"):
+                zoo.fit(other, data, guard)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                zoo.fit(model, data, guard, keras.callbacks.LambdaCallback(on_train_begin=lambda logs: 1 / 0))
+        zoo.fit(model, data, guard, epochs=2)
+        assert guard.session.run.step == 24 - 5
+        zoo.fit(model, data, guard)
+        assert guard.session.run.step == 12, "a later fit is another run"
+
+    def test_another_try_in_the_same_loop(self, tmp_path):
+        """A step does not train from scratch after one that could not resume."""
+        interrupted(zoo.plain, zoo.regression(), on_disk(tmp_path), 9)
+        other, guard = _compiled(keras.Sequential([keras.Input((6,)), layers.Dense(1)])), on_disk(tmp_path, resume=True)
+        with pytest.raises(GuardError, match="another model"), guard.watch(other):
+            for _ in range(2):
+                with pytest.raises(GuardError, match="another model"):
+                    guard.session.before()
+
     @pytest.mark.daily("unbuilt-*")
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])

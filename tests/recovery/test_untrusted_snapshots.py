@@ -1,5 +1,6 @@
 """Snapshots forged with checksums give one sentence, and set only the state of the model."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from keras_nanguard._fit.rates import Lowering, RateChange
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import written
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import PolicyState
 
 RATE = {"factor": 0.5, "rate": 0.1, "absolute": False}
@@ -125,11 +127,11 @@ def with_arrays(snapshot, change):
     np.savez(snapshot / "state.npz", **arrays)
 
 
-def resumed(snapshot, folder, policy="recover"):
+def resumed(snapshot, folder, policy="recover", build=lambda: zoo.plain(run_eagerly=True)):
     """Resume from a snapshot whose arrays were changed, and its checksum with them."""
     sealed(snapshot / "snapshot.json", state=atomic_files.fingerprint(snapshot / "state.npz"))
     guard = NanGuard(policy, verbose=0, diagnose=False, directory=folder, resume=True)
-    zoo.run(lambda: zoo.plain(run_eagerly=True), zoo.regression(batches=6), guard=guard, epochs=2)
+    zoo.run(build, zoo.regression(batches=6), guard=guard, epochs=2)
 
 
 RECORDS = {
@@ -163,6 +165,34 @@ def test_arrays_that_are_damaged_behind_a_right_checksum(snapshot, tmp_path):
     (snapshot / "state.npz").write_bytes(raw)
     with pytest.raises(GuardError, match="does not fit this model"):
         resumed(snapshot, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["an array of another shape", "no memory to read", "no memory to write"])
+def test_a_state_that_cannot_be_restored_leaves_the_model_as_it_was(snapshot, tmp_path, monkeypatch, fault):
+    """All or none is written. A lack of memory is not taken for another model, and the file is closed."""
+    model, calls, error = zoo.plain(run_eagerly=True), itertools.count(), GuardError if "shape" in fault else MemoryError
+    before = model.get_weights()
+
+    def failing(real):
+        def call(*args):
+            if next(calls) in (7, 8):
+                raise MemoryError("Unable to allocate 3.00 GiB")
+            return real(*args)
+
+        return call
+
+    if fault == "no memory to read":
+        monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", failing(np.lib.npyio.NpzFile.__getitem__))
+    elif fault == "no memory to write":
+        monkeypatch.setattr(keras_variables, "write", failing(keras_variables.write))
+    else:
+        with_arrays(snapshot, lambda arrays: arrays.update({"v7": np.zeros((3, 5, 7), "float32")}))
+    with pytest.raises(error) as raised:
+        resumed(snapshot, tmp_path, build=lambda: model)
+    assert type(raised.value) is error
+    zoo.assert_same(model.get_weights(), before)
+    open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(snapshot / "state.npz") not in open_files
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

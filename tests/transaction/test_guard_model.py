@@ -273,6 +273,30 @@ def test_a_given_guard_resumes(tmp_path):
     assert model.nanguard.session.start.resuming is None
 
 
+def test_steps_without_a_fit_begin_like_a_run(tmp_path, capsys):
+    """They resume, earlier incidents keep their bundles, and a rule without effect is named."""
+    x, y = np.ones((8, 6), "float32"), np.ones((8, 1), "float32")
+
+    def run(steps, bad=()):
+        keras.utils.set_random_seed(0)
+        rule = {"name": "embedding", "layer": "embed*", "do": "stop"}
+        guard = NanGuard(directory=tmp_path, resume=True, rules=[rule], snapshot={"every": 4, "verify_after": 1})
+        model, weights = of_tensors(guard), []
+        model.compile("adam", "mse")
+        for step in range(steps):
+            model.train_on_batch(x * np.nan if step in bad else x, y)
+            weights.append(model.get_weights())
+        return guard, weights
+
+    guard, whole = run(7, bad=(0, 2))
+    assert len(guard.incidents) == 2 and all(incident.bundle for incident in guard.incidents)
+    assert "Rule 'embedding' never acts" in capsys.readouterr().out
+    guard.session.end()
+    _, again = run(3)
+    assert f"NanGuard: resuming from {tmp_path}" in capsys.readouterr().out
+    zoo.assert_same(again[2], whole[6])
+
+
 def test_a_guard_argument_that_is_not_a_guard():
     """Any other object gives an error with the right call."""
     with pytest.raises(ValueError, match=r"Expected guard to be a NanGuard. Received: guard='stop'. Write guard=NanGuard"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import zoo
 
-from keras_nanguard import GuardInUseError, NanGuard, Recording
+from keras_nanguard import GuardInUseError, NanGuard, NanGuardModel, Recording
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.run import Run
 
@@ -233,6 +233,44 @@ def test_results_in_the_middle_of_a_loop():
         assert guard.session is session
         with pytest.raises(GuardInUseError, match=r"a running loop\. Create a separate NanGuard"):
             zoo.fit(zoo.plain(), data, guard)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
+def test_a_state_written_after_the_last_step_of_a_loop():
+    """It is found at the end of the loop, as at the end of a fit, and the steps since a snapshot run again."""
+    model, guard = zoo.plain(), NanGuard(verbose=0, diagnose=False)
+    with guard.watch(model):
+        step = guard.step(lambda x: model.train_step((keras.ops.convert_to_tensor(x), keras.ops.ones((8, 1))))["loss"])
+        for _ in range(3):
+            step(np.ones((8, 6), "float32"))
+        good = model.get_weights()
+        model.set_weights([weight * np.nan for weight in good])
+        assert guard.incidents == []
+    assert [(i.step, i.refused, "weights" in i.sites) for i in guard.incidents] == [(2, False, True)]
+    zoo.assert_same(model.get_weights(), good)
+
+
+def test_another_use_in_the_middle_of_a_fit():
+    """A loop with its guard, or a step of a model that has it, is refused, and the fit goes on with its session."""
+    (x, y), guard, refused = zoo.regression(batches=2).all, NanGuard(verbose=0), []
+    inner = NanGuardModel(inputs := keras.Input((6,)), keras.layers.Dense(1)(inputs), guard=guard)
+    inner.compile("adam", "mse")
+
+    def watch():
+        with guard.watch(zoo.plain()):
+            pass
+
+    def begin(batch, logs):
+        session = guard.session
+        for use in (watch, lambda: inner.train_on_batch(x, y)):
+            with pytest.raises(GuardInUseError, match=r"a running fit of .*Create a separate NanGuard") as raised:
+                use()
+            refused.append(raised.value)
+        assert guard.session is session
+
+    model = zoo.plain()
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[guard, keras.callbacks.LambdaCallback(on_train_batch_begin=begin)])
+    assert len(refused) == 4 and guard.session.run.model is model and guard.session.run.step == 2
 
 
 def test_callback_list_used_twice():
