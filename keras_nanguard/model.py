@@ -149,6 +149,7 @@ class NanGuardModel(keras.Model):
             return [guard, *others]
         others.append(guard)
         callbacks.set_model(self)
+        callbacks.set_params(callbacks.params)
         return callbacks
 
     def make_train_function(self, force: bool = False) -> Any:

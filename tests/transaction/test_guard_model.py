@@ -315,6 +315,7 @@ def test_callbacks_of_a_fit(monkeypatch, fit):
     elif fit == "with a list":
         calls = keras.callbacks.CallbackList([note], add_history=True, model=model, epochs=1, steps=None, verbose=0)
         history = model.fit(x, y, zoo.BATCH, verbose=0, shuffle=False, callbacks=calls)
+        assert model.nanguard.params["epochs"] == 1
     else:
         history = model.fit(x, y, zoo.BATCH, 1, 0, [note], shuffle=False)
     assert history.history["refused_steps"] == [2] and seen == [0]
