@@ -41,7 +41,7 @@ KNOW_NO_KERAS = ("_version", "_core", "_recording", "_policy", "_report", "error
 
 NOT_OF_KERAS = {
     *("_getframe", "_current_frames", "_exit", "_SubParsersAction", "_actions"),  # Python
-    *("_id", "_rng", "_jit_compile", "_handle_data", "_functions"),  # TensorFlow
+    *("_id", "_rng", "_autograph", "_jit_compile", "_handle_data", "_functions"),  # TensorFlow
     "_trace",  # JAX
     *("_flatten_dense_tensors", "_foreach_copy_", "_utils", "_current_graph_task_id"),  # PyTorch
     *("_cdata", "_nnz", "_schema", "_version", "_foreach_norm", "_opt_called", "_per_optimizer_states", "_buffers", "_torchdynamo_orig_callable"),  # PyTorch
