@@ -98,10 +98,7 @@ class BadRows:
             for row in (*blamed, *range(min(count, MAX_OTHERS) if small else 0))
         }
         new = {keys[row]: row for row in reversed(blamed) if keys[row] not in known}
-        began, data = time.perf_counter(), keras_fitting.running_arrays()
-        found = indices(arrays, list(new.values()), *data, self._seconds)
-        self._seconds -= time.perf_counter() - began
-        for key, places in zip(new, found):
+        for key, places in zip(new, self._places(arrays, [*new.values()]) if new else ()):
             known[key] = self._found(key, places, _why(arrays, new[key], incident))
         step = incident.step + self._recorder.base
         for key in dict.fromkeys(keys.values()):
@@ -117,6 +114,13 @@ class BadRows:
             name = sample.label if isinstance(self._ids, str) else ""
             known.setdefault((sample.fingerprint, name), []).append(sample)
         return known
+
+    def _places(self, arrays: Arrays, rows: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the indices of rows of a batch in the arrays that `fit` trains on."""
+        began, data = time.perf_counter(), keras_fitting.running_arrays()
+        found = indices(arrays, rows, *data, self._seconds)
+        self._seconds -= time.perf_counter() - began
+        return found
 
     def _found(self, key: Key, places: tuple[int, ...], why: str) -> list[BadSample]:
         """Return a new bad row, once for each of its places in the training arrays."""
@@ -223,7 +227,7 @@ def indices(
     end, found = time.perf_counter() + seconds, []
     inputs, targets = dict(leaves("inputs", x)), dict(leaves("targets", y))
     paths = sorted(path for role, path in arrays if role == "inputs")
-    if not rows or x is None or not paths or not {*paths} <= inputs.keys():
+    if x is None or not paths or not {*paths} <= inputs.keys():
         return [()] * len(rows)
     whole = {path: _flat(inputs[path]) for path in paths}
     first = whole[paths[0]]
