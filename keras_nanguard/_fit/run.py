@@ -129,11 +129,11 @@ class Run:
             "versions": current.versions(),
             "policy": self.policy.to_toml(),
         }
-        writes = self.directory is not None and processes.index() == 0
+        own = self.directory if processes.index() == 0 else None
         self.recorder.begin(
             meta,
             scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
-            path=Path(self.directory or "") / NAME if writes else None,
+            path=None if own is None else Path(own) / NAME,
             resumed=resumed,
             epoch=self.counts.epoch,
         )
