@@ -18,16 +18,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 
 
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Keep the overrides installed that record writes."""
-    RECORDED_WRITES.hold()
-    try:
-        yield
-    finally:
-        RECORDED_WRITES.release()
-
-
 class ModelAttachment(attach.Attachment):
     """Replaces the train function of a Keras trainer."""
 
@@ -122,7 +112,14 @@ class LoopStep(attach.LoopStep):
 
     adapted = staticmethod(adapted)
 
-    watching = staticmethod(_recording)
+    @staticmethod
+    @contextlib.contextmanager
+    def watching() -> Iterator[None]:
+        RECORDED_WRITES.hold()
+        try:
+            yield
+        finally:
+            RECORDED_WRITES.release()
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.
