@@ -205,6 +205,7 @@ class ReplayQueue:
         poles: the poles of its schedules, which are passed over.
 
     Attributes:
+        running: whether steps run again that a rollback has undone, or are to.
         rollbacks: number of rollbacks since the first of the running replays began; 0 outside.
     """
 
@@ -215,12 +216,7 @@ class ReplayQueue:
         self._stopped = self._refused = False
         self._streaks = PolicyState()
         self._unusable: Unusable = {}
-        self.rollbacks = 0
-
-    @property
-    def running(self) -> bool:
-        """Whether steps run again that a rollback has undone, or are to."""
-        return self.rollbacks > 0
+        self.rollbacks, self.running = 0, False
 
     @property
     def goes_on(self) -> bool:
@@ -246,7 +242,7 @@ class ReplayQueue:
         if rerun is None:
             run.recent.restart()
             return
-        self.rollbacks += 1
+        self.rollbacks, self.running = self.rollbacks + 1, True
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
@@ -283,7 +279,7 @@ class ReplayQueue:
         Args:
             completed: whether no exception has ended them.
         """
-        run, self.rollbacks = self._run, 0
+        run, self.rollbacks, self.running = self._run, 0, False
         run.counts.end_replay(len(self._batches), self._refused)
         run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
         self._batches.clear()

@@ -203,7 +203,7 @@ class Session:
                 yield
             except NonFiniteError as error:
                 ended = error
-            while replays.goes_on:
+            while replays.running and replays.goes_on:
                 if (executed := replays.step()) is not None:
                     self.after(executed)
             completed = True
