@@ -209,7 +209,8 @@ class Recorder:
             step = self._memory.end - (not ahead)
             known = self._rates.read(rate, step, self._now(), ahead)
             self._memory.run(database.FILL_RATE, known)
-        return before if before != rate else None
+        same = before == rate or (before != before and rate != rate)  # both may be NaN
+        return None if same else before
 
     def undo(self, step: int, again: Collection[int] = ()) -> None:
         """Mark the committed steps from this one on as undone.
