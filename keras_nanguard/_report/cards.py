@@ -220,14 +220,12 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
     """
     groups = console.kinds(run.incidents, steps)
     kept = sorted(groups[:MAX_CARDS], key=lambda kind: (kind.first.step, kind.first.epoch))
-    others = groups[MAX_CARDS:]
     found = [_card(run, kind) for kind in kept]
-    if others:
-        together = IncidentKind(
-            [incident for kind in others for incident in kind.incidents],
-            [step for kind in others for step in kind.steps],
-        )
-        title = f"{times(len(others), 'more kind')} of incidents; this is the first of them"
+    if rare := {console.kind_of(kind.first) for kind in groups[MAX_CARDS:]}:
+        pairs = zip(run.incidents, steps)
+        others = [(incident, step) for incident, step in pairs if console.kind_of(incident) in rare]
+        together = IncidentKind([incident for incident, _ in others], [step for _, step in others])
+        title = f"{times(len(rare), 'more kind')} of incidents; this is the first of them"
         found.append(replace(_card(run, together), title=title))
     return found
 

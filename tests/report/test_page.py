@@ -237,6 +237,14 @@ def test_many_kinds_have_one_card_in_common():
     assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
 
 
+def test_the_card_in_common_is_in_order_of_time():
+    """Its first incident is the earliest, not one of the most frequent kind."""
+    names = ["early", *[f"layer_{n}" for n in range(MAX_CARDS)] * 3, "late", "late"]
+    many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", name)) for n, name in enumerate(names)]
+    common = cards.cards(ReportedRun(many), range(len(many)))[-1]
+    assert common.first is many[0] and list(common.steps) == [0, len(many) - 2, len(many) - 1]
+
+
 def test_code_to_paste():
     """Each piece of code is valid Python, and uses only identifiers from the data."""
     for cause in CAUSES:
