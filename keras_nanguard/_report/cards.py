@@ -219,7 +219,7 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
         steps: the step of each incident, counted as in the samples of the recording.
     """
     groups = console.kinds(run.incidents, steps)
-    kept = sorted(groups[:MAX_CARDS], key=lambda kind: (kind.first.step, kind.first.epoch))
+    kept = sorted(groups[:MAX_CARDS], key=lambda kind: kind.steps[0])
     found = [_card(run, kind) for kind in kept]
     if rare := {console.kind_of(kind.first) for kind in groups[MAX_CARDS:]}:
         pairs = zip(run.incidents, steps)

@@ -237,6 +237,12 @@ def test_many_kinds_have_one_card_in_common():
     assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
 
 
+def test_the_cards_of_several_fits_are_in_order_of_time():
+    """Each fit counts its steps from 0; the recording counts those of all fits."""
+    first, second = (Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in (50, 3))
+    assert [card.first for card in cards.cards(ReportedRun([first, second]), [50, 103])] == [first, second]
+
+
 def test_the_card_in_common_is_in_order_of_time():
     """Its first incident is the earliest, not one of the most frequent kind."""
     names = ["early", *[f"layer_{n}" for n in range(MAX_CARDS)] * 3, "late", "late"]
