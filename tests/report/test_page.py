@@ -437,6 +437,12 @@ class TestSeveralRuns:
         assert compare.row(run_of(recording))["loss"] == "40"
         assert compare.row(ReportedRun(name="a"))["loss"] == ""
 
+    def test_a_curve_of_the_largest_losses(self):
+        """Their difference overflows float64; the path has only numbers."""
+        recording = synthetic(3, 0)
+        recording.steps["loss"][:] = [-1.7e308, 0.0, 1.7e308]
+        assert compare._spark(run_of(recording)) == "M1.0 32.0L80.0 17.0L159.0 2.0"
+
     def test_words_of_a_single_incident(self):
         """One incident, before the first step or at a step, is said in the singular and at one step."""
         before = Incident(0, 0, 0, (Finding("state"),), refused=False)
