@@ -27,7 +27,7 @@ from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.plain_values import plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, Start, computing_in_float32, obstacle_to, tensors
+from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
@@ -135,11 +135,6 @@ def _check(mode: str, dtype: str | None) -> None:
         require_one_of("dtype", dtype, ("float32",))
 
 
-def _state_of(state: State, step: ReplayableStep) -> Start:
-    values = {id(variable): array for variable, array in _pairs(state, step)}
-    return lambda variable: values.get(id(variable))
-
-
 def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
     """Return the model: as given, from a file, or from the bundle's configuration."""
     own = dict(custom_objects or {})
@@ -218,7 +213,8 @@ def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evi
     state = TrainState.of(step.model, step.optimizers)
     evidence = incident_evidence(step.model, state, found.incident)
     evidence = dataclasses.replace(evidence, mode=mode).with_part("run", growth=found.growth)
-    start = _state_of(found.start, step) if found.start else None
+    values = {id(variable): array for variable, array in _pairs(found.start, step)}
+    start = (lambda variable: values.get(id(variable))) if values else None
     case = Case(step, batch, evidence, start)
     evidence = investigate(case)
     if not evidence.replay.result:  # what decides needs no replay, but this one is asked for

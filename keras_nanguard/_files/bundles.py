@@ -63,11 +63,6 @@ class Bundle:
     updates_first: bool
 
 
-def can_be_read(arrays: Sequence[Array]) -> bool:
-    """Return whether a file of these arrays is as small as `read` requires."""
-    return sum(array.nbytes for array in arrays) <= 2 * MAX_BYTES
-
-
 def folder_of(path: str | Path | None) -> Path:
     """Return the folder of a bundle.
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import named_dtype
+from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
@@ -76,7 +77,7 @@ class Repair:
         chosen = [
             (entry.bad, array)
             for entry, array in pairs
-            if self.options.selects(entry.path, entry.location, entry.layer)
+            if selected(self.options.only, entry.path, entry.location, entry.layer)
         ]
         reset = {_optimizer(array) for bad, array in chosen if bad and self._may_reset(array)}
         changes = []
