@@ -63,26 +63,24 @@ class Case:
         """Return the case with more evidence."""
         return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, **found))
 
-    def with_part(self, part: str, **found: Any) -> Case:
-        """Return the case with more evidence in one part: `replay`, `batch`, `trials` or `run`."""
-        return dataclasses.replace(self, evidence=self.evidence.with_part(part, **found))
-
-    def with_run(self, run: ReplayResult) -> Case:
-        """Return the case with what a replay has shown."""
-        origin = run.origin or NOWHERE
+    def with_run(self, run: ReplayResult, result: str) -> Case:
+        """Return the case with what a replay has shown; `result` is that of `ReplayFacts`."""
+        e, origin = self.evidence, run.origin or NOWHERE
         if origin.source == "batch":
             name = named(origin.op, keras_layers.input_names(self.step.model))
             origin = dataclasses.replace(origin, op=name)
-        path = run.first_path if run.first else self.evidence.bad_path
-        return self.with_(bad_site=run.first, bad_path=path).with_part(
-            "replay",
+        path = run.first_path if run.first else e.bad_path
+        replay = dataclasses.replace(
+            e.replay,
+            result=result,
             error=run.error,
             origin=origin,
             loss_parts=tuple((name, float(np.mean(v))) for name, v in run.sample_losses),
-            bad_rows=_bad_in_results(run, self.evidence.batch.count),
+            bad_rows=_bad_in_results(run, e.batch.count),
             output_shapes=tuple((path, array.shape) for path, array in run.outputs),
             table=run.rows,
         )
+        return self.with_(bad_site=run.first, bad_path=path, replay=replay)
 
     def again(self, batch: Any) -> ReplayResult:
         """Run the step once more, in the fastest mode in which it is bad."""

@@ -203,9 +203,7 @@ def _evidence(
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = map(keras_arrays.dense, keras.tree.flatten(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
-    case = Case(shown.step, batch, evidence).with_run(run)
-    if not run.finite:
-        case = case.with_part("replay", result=run.word)
+    case = Case(shown.step, batch, evidence).with_run(run, "" if run.finite else run.word)
     return run_trials(case).evidence
 
 

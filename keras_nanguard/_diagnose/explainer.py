@@ -238,7 +238,8 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         losses = [value for value in (*before.losses, own[0]) if value == value]
         fault = negative_loss(run.model, losses)
     evidence = dataclasses.replace(
-        evidence.with_part("run", growth=before, written=written),
+        evidence,
+        run=dataclasses.replace(evidence.run, growth=before, written=written),
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
         batch=BatchFacts(target_fault=fault),

@@ -212,7 +212,8 @@ def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evi
     """Return the evidence of a step, which always includes that of an eager replay."""
     state = TrainState.of(step.model, step.optimizers)
     evidence = incident_evidence(step.model, state, found.incident)
-    evidence = dataclasses.replace(evidence, mode=mode).with_part("run", growth=found.growth)
+    run = dataclasses.replace(evidence.run, growth=found.growth)
+    evidence = dataclasses.replace(evidence, mode=mode, run=run)
     values = {id(variable): array for variable, array in _pairs(found.start, step)}
     start = (lambda variable: values.get(id(variable))) if values else None
     case = Case(step, batch, evidence, start)
