@@ -25,6 +25,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._files import bundles
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
 from keras_nanguard._report.console import IncidentKind
@@ -47,10 +48,8 @@ def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
 
 def layer_table(folder: Path) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
-    from keras_nanguard._files.bundles import regular  # with h5py
-
     try:
-        file = regular(folder / "layers.txt", MAX_TABLE_BYTES)
+        file = bundles.regular(folder / "layers.txt", MAX_TABLE_BYTES)
         return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
@@ -120,8 +119,6 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
 
 def _parts(folder: Path) -> list[tuple[str, Array]]:
     """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis."""
-    from keras_nanguard._files import bundles  # with h5py
-
     try:
         batch = bundles.batch_arrays(folder, MAX_BYTES)
         found = [(path, finiteness.widen(array)) for path, array in batch]
