@@ -53,7 +53,6 @@ class Bundle:
         updates_first: as in a `ReplayableStep`.
     """
 
-    path: Path
     incident: Incident
     batch: Any
     state: Sequence[tuple[str, Array]]
@@ -109,7 +108,6 @@ def _read(folder: Path) -> Bundle:
     entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
     model = folder / "model.json"
     return Bundle(
-        folder,
         Incident.from_dict(document(folder / "incident.json")),
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),

@@ -243,7 +243,7 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
         """
         with self._changing():
-            self._running, self._fit = True, self._fit._replace(scaled=scaled)
+            self._running = True
             if path is not None:
                 self._open(path)
             base = since = recorded = self._steps
