@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,10 @@ def replay(
     """
     _check(mode, dtype)
     found = read(bundle)
-    with contextlib.ExitStack() as stack:
-        model = _model(found, model, custom_objects)
-        step = _step_before(found, model)
-        batch = tensors(found.batch)
-        if dtype == "float32":
-            stack.enter_context(computing_in_float32(step))
+    model = _model(found, model, custom_objects)
+    step = _step_before(found, model)
+    batch = tensors(found.batch)
+    with computing_in_float32(step) if dtype else nullcontext():
         evidence = _evidence(found, step, batch, mode)
         result, layers = evidence.replay.result, evidence.replay.table
         if mode != "eager":
