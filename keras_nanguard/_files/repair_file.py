@@ -77,7 +77,7 @@ def repair_file(
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
             new[array.key] = values
 
-        changes = Repair(chosen, good, initial, replace).changes(contents, before)
+        changes = Repair(chosen, contents, good, initial, replace).changes(before)
         if any(change.status == "done" for change in changes):  # also in a dry run
             _refuse_other_kinds(contents.kind)
         if new:

@@ -63,7 +63,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         array.variable.assign(np.array(values))
 
     with _good_arrays(source, before) as good:
-        changes = tuple(Repair(options, good, initial, replace).changes(contents, before))
+        changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
 
