@@ -15,7 +15,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.plain_values import plain
+from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
@@ -23,7 +23,6 @@ from keras_nanguard._diagnose.explainer import conclude
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
-from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,

@@ -25,7 +25,7 @@ from keras_nanguard._core.errors import (
 )
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._core.plain_values import plain, plain_text
+from keras_nanguard._core.plain_values import first_line, plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
@@ -34,7 +34,7 @@ from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
-from keras_nanguard._files.formats.limits import first_line, refuse_missing
+from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import resizable

@@ -18,7 +18,7 @@ from keras_nanguard._core.data import arguments, named
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.history import Growth
-from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.incident import BUNDLES, Incident
 from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
@@ -60,6 +60,14 @@ class Bundle:
     growth: Growth
     model: str
     updates_first: bool
+
+
+def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
+    """Return the folder of a bundle within the directory of its run, or `None`."""
+    if bundle is None or directory is None:
+        return None
+    folder = directory / BUNDLES / Path(bundle.replace("\\", "/")).name
+    return folder if folder.is_dir() and not folder.is_symlink() else None
 
 
 def folder_of(path: str | Path | None) -> Path:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
-from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name

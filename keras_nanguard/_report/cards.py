@@ -22,7 +22,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
+from keras_nanguard._core.incident import Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._files import bundles
@@ -36,14 +36,6 @@ MAX_TABLE_BYTES = 256 << 10
 MAX_ROWS, MAX_COLUMNS, MAX_SIDE = 4, 24, 96
 
 Array = np.ndarray[Any, Any]
-
-
-def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
-    """Return the folder of a bundle within the directory of its run, or `None`."""
-    if bundle is None or directory is None:
-        return None
-    folder = directory / BUNDLES / Path(bundle.replace("\\", "/")).name
-    return folder if folder.is_dir() and not folder.is_symlink() else None
 
 
 def layer_table(folder: Path) -> str:
@@ -230,7 +222,7 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
 def _card(run: ReportedRun, kind: IncidentKind) -> Card:
     """Return the card of incidents."""
     recording, group = run.recording, kind.incidents
-    folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
+    folders = [bundles.bundle_folder(incident.bundle, run.directory) for incident in group]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
     first, folder, step = group[place], folders[place], kind.steps[place]
     diagnosis = first.diagnosis or Diagnosis()

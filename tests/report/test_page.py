@@ -20,6 +20,7 @@ from support.recordings import HOSTILE, incidents_of, run_of, synthetic, written
 import keras_nanguard
 from keras_nanguard import Diagnosis, Finding, Incident, Recording
 from keras_nanguard._core.literals import CAUSES
+from keras_nanguard._files import bundles
 from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event, incidents as recorded
@@ -390,11 +391,11 @@ class TestBlamedRows:
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
         """A bundle is read from the run's directory by its last name, for any path."""
         (tmp_path / "secret").mkdir()
-        assert cards.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
-        assert cards.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
-        assert cards.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
+        assert bundles.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
+        assert bundles.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
+        assert bundles.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
         (tmp_path / "incidents" / "link").symlink_to(tmp_path / "secret")
-        assert cards.bundle_folder("link", tmp_path) is None
+        assert bundles.bundle_folder("link", tmp_path) is None
 
 
 def test_uplot_equals_the_published_file():
