@@ -22,10 +22,10 @@ from keras_nanguard._diagnose.case import (
     computing_in_float32,
     standardized,
     suspects,
-    target_fault,
 )
 from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
+from keras_nanguard._diagnose.targets import target_fault
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
