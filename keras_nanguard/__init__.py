@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         NonFiniteError as NonFiniteError,
         Outcome as Outcome,
     )
-    from keras_nanguard._diagnose.examination import diagnose as diagnose
+    from keras_nanguard._diagnose.diagnose import diagnose as diagnose
     from keras_nanguard._diagnose.replay import replay as replay
     from keras_nanguard._files.recalibrate import recalibrate as recalibrate
     from keras_nanguard._files.repair import repair as repair
@@ -49,7 +49,7 @@ _HOMES = {
     **dict.fromkeys(("BundleError", "FileFormatError", "GuardError", "GuardInUseError"), "errors"),
     **dict.fromkeys(("NanGuardError", "NonFiniteError", "PolicyError", "StateLostError"), "errors"),
     "Recording": "_recording.recording",
-    "diagnose": "_diagnose.examination",
+    "diagnose": "_diagnose.diagnose",
     "lint": "_lint",
     "recalibrate": "_files.recalibrate",
     "repair": "_files.repair",

@@ -176,7 +176,7 @@ def diagnose(given: argparse.Namespace) -> int:
 
     inputs, targets = data_arrays(given.data)
     model = load_model(given.path)
-    from keras_nanguard._diagnose.examination import diagnose as examine
+    from keras_nanguard._diagnose.diagnose import diagnose as examine
 
     with _taking_data(given.data):
         found = examine(model, first_rows(inputs, given.rows), first_rows(targets, given.rows))

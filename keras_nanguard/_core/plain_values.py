@@ -81,6 +81,12 @@ def one_line(text: object, max_length: int = 1 << 20) -> str:
     return plain_text(" ".join(str(text).split()), max_length)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first nonempty line of an error, safe to print, or the name of its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return plain_text((lines or [type(error).__name__])[0], 200).rstrip(".")
+
+
 def printable(text: str) -> str:
     """Return a text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,5 +1,5 @@
 """A bad step that is examined: it can run again, also changed, and its evidence grows. What its
-batch contains, and which rows or targets may be to blame.
+batch contains, and which rows may be to blame.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,20 +19,11 @@ from keras_nanguard._backends.shared.origins import bad_rows
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import named
-from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.observations import NOWHERE
-from keras_nanguard._diagnose.evidence import (
-    BatchFacts,
-    Evidence,
-    ReplayFacts,
-    TargetFault,
-    distinct,
-)
-from keras_nanguard._diagnose.targets import PROBABILITIES, classes_of, rejected
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, ReplayFacts, distinct
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
-    losses as keras_losses,
     precision,
     variables as keras_variables,
 )
@@ -63,26 +54,24 @@ class Case:
         """Return the case with more evidence."""
         return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, **found))
 
-    def with_part(self, part: str, **found: Any) -> Case:
-        """Return the case with more evidence in one part: `replay`, `batch`, `trials` or `run`."""
-        return dataclasses.replace(self, evidence=self.evidence.with_part(part, **found))
-
-    def with_run(self, run: ReplayResult) -> Case:
-        """Return the case with what a replay has shown."""
-        origin = run.origin or NOWHERE
+    def with_run(self, run: ReplayResult, result: str) -> Case:
+        """Return the case with what a replay has shown; `result` is that of `ReplayFacts`."""
+        e, origin = self.evidence, run.origin or NOWHERE
         if origin.source == "batch":
             name = named(origin.op, keras_layers.input_names(self.step.model))
             origin = dataclasses.replace(origin, op=name)
-        path = run.first_path if run.first else self.evidence.bad_path
-        return self.with_(bad_site=run.first, bad_path=path).with_part(
-            "replay",
+        path = run.first_path if run.first else e.bad_path
+        replay = dataclasses.replace(
+            e.replay,
+            result=result,
             error=run.error,
             origin=origin,
             loss_parts=tuple((name, float(np.mean(v))) for name, v in run.sample_losses),
-            bad_rows=_bad_in_results(run, self.evidence.batch.count),
+            bad_rows=_bad_in_results(run, e.batch.count),
             output_shapes=tuple((path, array.shape) for path, array in run.outputs),
             table=run.rows,
         )
+        return self.with_(bad_site=run.first, bad_path=path, replay=replay)
 
     def again(self, batch: Any) -> ReplayResult:
         """Run the step once more, in the fastest mode in which it is bad."""
@@ -195,105 +184,6 @@ def _only_row(case: Case) -> tuple[int, ...]:
             return ()
         found = left if bad_left else right
     return tuple(found) if len(found) == 1 else ()
-
-
-# Targets
-
-
-def target_fault(case: Case) -> TargetFault | None:
-    """Return the first problem of the targets, given the shapes of the outputs of a replay if it
-    has any, and the proof that it is the reason for the failure.
-    """
-    model = case.step.model
-    outputs = case.evidence.replay.output_shapes or keras_layers.output_shapes(model)
-    found = targets_by_loss(model, case.batch, outputs)
-    for output, loss, part, shape in found:
-        width = classes_of(loss, shape)
-        wrong = None if part is None else rejected(loss, part.array, width)
-        if part is not None and wrong is not None:
-            output, proof = output if len(found) > 1 else "", _proof(case, part, wrong.valid)
-            return TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
-    return None
-
-
-def _proof(case: Case, part: batches.Part, valid: Any) -> str:
-    """Return why the targets in a part of the batch are the reason for the failure, as a sentence:
-    with `valid` ones the step is finite, or the loss has only fallen, to below where it has a
-    minimum with probabilities as targets. `""` if neither is known.
-    """
-    e, growth = case.evidence, case.evidence.run.growth
-    if e.bad_site == "outputs" or not (e.bad_site or e.replay.error):
-        return ""
-    if valid is not None and valid.shape == tuple(part.value.shape):
-        given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
-
-        def corrected(role: str, value: Any) -> Any:
-            return given if role == part.role and value is part.value else value
-
-        if case.again(batches.mapped(case.batch, corrected)).finite:
-            return "With targets in the range of the loss the same step is finite."
-    farthest = max(growth.losses, key=abs, default=0.0)
-    # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
-    large = (v for v in growth.losses if abs(v) * growth.loss > JUMP * abs(farthest))
-    first = next(large, farthest)
-    negative = negative_loss(case.step.model, [first]) if e.grown() else None
-    return "" if negative is None else negative.proof
-
-
-class LossTargets(NamedTuple):
-    """The targets of one loss.
-
-    Attributes:
-        output: name of the output, `""` if it has none.
-        part: the targets in the batch, `None` if unknown.
-        shape: shape of the output, with the rows; `()` if unknown.
-    """
-
-    output: str
-    loss: Any
-    part: batches.Part | None
-    shape: tuple[int | None, ...]
-
-
-def targets_by_loss(
-    model: Any, batch: Any, outputs: Sequence[tuple[str, tuple[int | None, ...]]]
-) -> list[LossTargets]:
-    """Return each compiled loss with its targets and the shape of its output.
-
-    Losses, targets and outputs in dicts can be in three different orders, so they are matched by
-    name, and only without names by place.
-
-    Args:
-        batch: the arguments of the step; `None` if unknown.
-        outputs: path and shape of each output.
-    """
-    entries = keras_losses.losses_by_output(model)
-    targets = [(part.path, part) for part in batches.parts(batch) if part.role == "targets"]
-
-    def of(items: Sequence[tuple[str, Any]], name: str, place: int) -> Any:
-        named = {path.rpartition("/")[2]: item for path, item in items}
-        if name in named:
-            return named[name]
-        known = len(items) in (1, len(entries)) and place < len(items)
-        return items[place][1] if known else None
-
-    return [
-        LossTargets(name, loss, of(targets, name, place), of(outputs, name, place) or ())
-        for place, (name, loss) in enumerate(entries)
-    ]
-
-
-def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
-    """Return the problem of the targets that a negative loss implies, if no loss of the model can
-    be negative.
-    """
-    entries = [loss for _, loss in keras_losses.losses_by_output(model)]
-    if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
-        return None
-    if not all(keras_losses.class_of(loss) in PROBABILITIES for loss in entries):
-        return None
-    proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
-    return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)
 
 
 # Changes of a step for the trials: an earlier state, scaled data, the model in float32

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from keras_nanguard._core.history import MAX_RATE, Growth
 from keras_nanguard._core.incident import Finding
@@ -236,10 +235,6 @@ class Evidence:
     trials: TrialFacts = TrialFacts()
     run: RunFacts = RunFacts()
     notes: tuple[str, ...] = ()
-
-    def with_part(self, part: str, **found: Any) -> Evidence:
-        """Return the evidence with more in one part: `replay`, `batch`, `trials` or `run`."""
-        return replace(self, **{part: replace(getattr(self, part), **found)})
 
     @property
     def kinds(self) -> dict[str, str]:

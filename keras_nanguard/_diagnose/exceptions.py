@@ -12,10 +12,9 @@ import numpy as np
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
-from keras_nanguard._diagnose.case import targets_by_loss
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.sentences import at_rows
-from keras_nanguard._diagnose.targets import classes_of, rejected
+from keras_nanguard._diagnose.targets import classes_of, rejected, targets_by_loss
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of
 

@@ -22,14 +22,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.case import (
-    Case,
-    Start,
-    at_state,
-    batch_facts,
-    negative_loss,
-    obstacle_to,
-)
+from keras_nanguard._diagnose.case import Case, Start, at_state, batch_facts, obstacle_to
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
 from keras_nanguard._diagnose.exceptions import explain_exception
@@ -42,6 +35,7 @@ from keras_nanguard._diagnose.incident_evidence import (
     negative_slot,
 )
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
+from keras_nanguard._diagnose.targets import negative_loss
 from keras_nanguard._diagnose.trials import investigate
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -238,7 +232,8 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         losses = [value for value in (*before.losses, own[0]) if value == value]
         fault = negative_loss(run.model, losses)
     evidence = dataclasses.replace(
-        evidence.with_part("run", growth=before, written=written),
+        evidence,
+        run=dataclasses.replace(evidence.run, growth=before, written=written),
         state_fresh=run.step == 0 and not refused,
         mode=_mode(run),
         batch=BatchFacts(target_fault=fault),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,16 @@ from keras_nanguard._core.errors import (
 )
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
-from keras_nanguard._core.plain_values import plain, plain_text
+from keras_nanguard._core.plain_values import first_line, plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, Start, computing_in_float32, obstacle_to, tensors
+from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
-from keras_nanguard._files.formats.limits import first_line, refuse_missing
+from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import resizable
@@ -111,12 +111,10 @@ def replay(
     """
     _check(mode, dtype)
     found = read(bundle)
-    with contextlib.ExitStack() as stack:
-        model = _model(found, model, custom_objects)
-        step = _step_before(found, model)
-        batch = tensors(found.batch)
-        if dtype == "float32":
-            stack.enter_context(computing_in_float32(step))
+    model = _model(found, model, custom_objects)
+    step = _step_before(found, model)
+    batch = tensors(found.batch)
+    with computing_in_float32(step) if dtype else nullcontext():
         evidence = _evidence(found, step, batch, mode)
         result, layers = evidence.replay.result, evidence.replay.table
         if mode != "eager":
@@ -133,11 +131,6 @@ def _check(mode: str, dtype: str | None) -> None:
         raise GuardError(expected(what, f"mode={mode!r}", "Leave it out."))
     if dtype is not None:
         require_one_of("dtype", dtype, ("float32",))
-
-
-def _state_of(state: State, step: ReplayableStep) -> Start:
-    values = {id(variable): array for variable, array in _pairs(state, step)}
-    return lambda variable: values.get(id(variable))
 
 
 def _model(found: Bundle, model: Any, custom_objects: Mapping[str, Any] | None) -> Any:
@@ -217,8 +210,10 @@ def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evi
     """Return the evidence of a step, which always includes that of an eager replay."""
     state = TrainState.of(step.model, step.optimizers)
     evidence = incident_evidence(step.model, state, found.incident)
-    evidence = dataclasses.replace(evidence, mode=mode).with_part("run", growth=found.growth)
-    start = _state_of(found.start, step) if found.start else None
+    run = dataclasses.replace(evidence.run, growth=found.growth)
+    evidence = dataclasses.replace(evidence, mode=mode, run=run)
+    values = {id(variable): array for variable, array in _pairs(found.start, step)}
+    start = (lambda variable: values.get(id(variable))) if values else None
     case = Case(step, batch, evidence, start)
     evidence = investigate(case)
     if not evidence.replay.result:  # what decides needs no replay, but this one is asked for

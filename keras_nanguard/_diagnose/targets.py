@@ -1,14 +1,20 @@
-"""Which targets a loss does not accept."""
+"""Which targets a loss does not accept, and whether they are the reason for a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
+from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._keras.losses import class_of, option_of
+from keras_nanguard._core.history import JUMP
+from keras_nanguard._diagnose.case import Case
+from keras_nanguard._diagnose.evidence import TargetFault
+from keras_nanguard._keras import layers as keras_layers
+from keras_nanguard._keras.losses import class_of, losses_by_output, option_of
 
 PROBABILITIES = (
     *("CategoricalCrossentropy", "BinaryCrossentropy"),
@@ -106,3 +112,102 @@ def _smoothed(loss: Any) -> Rejected | None:
         return None
     clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
     return Rejected((), clause)
+
+
+# Of a step
+
+
+def target_fault(case: Case) -> TargetFault | None:
+    """Return the first problem of the targets, given the shapes of the outputs of a replay if it
+    has any, and the proof that it is the reason for the failure.
+    """
+    model = case.step.model
+    outputs = case.evidence.replay.output_shapes or keras_layers.output_shapes(model)
+    found = targets_by_loss(model, case.batch, outputs)
+    for output, loss, part, shape in found:
+        width = classes_of(loss, shape)
+        wrong = None if part is None else rejected(loss, part.array, width)
+        if part is not None and wrong is not None:
+            output, proof = output if len(found) > 1 else "", _proof(case, part, wrong.valid)
+            return TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
+    return None
+
+
+def _proof(case: Case, part: batches.Part, valid: Any) -> str:
+    """Return why the targets in a part of the batch are the reason for the failure, as a sentence:
+    with `valid` ones the step is finite, or the loss has only fallen, to below where it has a
+    minimum with probabilities as targets. `""` if neither is known.
+    """
+    e, growth = case.evidence, case.evidence.run.growth
+    if e.bad_site == "outputs" or not (e.bad_site or e.replay.error):
+        return ""
+    if valid is not None and valid.shape == tuple(part.value.shape):
+        given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
+
+        def corrected(role: str, value: Any) -> Any:
+            return given if role == part.role and value is part.value else value
+
+        if case.again(batches.mapped(case.batch, corrected)).finite:
+            return "With targets in the range of the loss the same step is finite."
+    farthest = max(growth.losses, key=abs, default=0.0)
+    # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
+    large = (v for v in growth.losses if abs(v) * growth.loss > JUMP * abs(farthest))
+    first = next(large, farthest)
+    negative = negative_loss(case.step.model, [first]) if e.grown() else None
+    return "" if negative is None else negative.proof
+
+
+class LossTargets(NamedTuple):
+    """The targets of one loss.
+
+    Attributes:
+        output: name of the output, `""` if it has none.
+        part: the targets in the batch, `None` if unknown.
+        shape: shape of the output, with the rows; `()` if unknown.
+    """
+
+    output: str
+    loss: Any
+    part: batches.Part | None
+    shape: tuple[int | None, ...]
+
+
+def targets_by_loss(
+    model: Any, batch: Any, outputs: Sequence[tuple[str, tuple[int | None, ...]]]
+) -> list[LossTargets]:
+    """Return each compiled loss with its targets and the shape of its output.
+
+    Losses, targets and outputs in dicts can be in three different orders, so they are matched by
+    name, and only without names by place.
+
+    Args:
+        batch: the arguments of the step; `None` if unknown.
+        outputs: path and shape of each output.
+    """
+    entries = losses_by_output(model)
+    targets = [(part.path, part) for part in batches.parts(batch) if part.role == "targets"]
+
+    def of(items: Sequence[tuple[str, Any]], name: str, place: int) -> Any:
+        named = {path.rpartition("/")[2]: item for path, item in items}
+        if name in named:
+            return named[name]
+        known = len(items) in (1, len(entries)) and place < len(items)
+        return items[place][1] if known else None
+
+    return [
+        LossTargets(name, loss, of(targets, name, place), of(outputs, name, place) or ())
+        for place, (name, loss) in enumerate(entries)
+    ]
+
+
+def negative_loss(model: Any, losses: Sequence[float]) -> TargetFault | None:
+    """Return the problem of the targets that a negative loss implies, if no loss of the model can
+    be negative.
+    """
+    entries = [loss for _, loss in losses_by_output(model)]
+    if not entries or not any(loss < -1e-3 for loss in losses) or keras_layers.adds_losses(model):
+        return None
+    if not all(class_of(loss) in PROBABILITIES for loss in entries):
+        return None
+    proof = f"With probabilities as targets the loss cannot be negative; it was {min(losses):.3g}."
+    return TargetFault(str(entries[0].name), "", (), "values that are not probabilities", proof)

@@ -22,10 +22,10 @@ from keras_nanguard._diagnose.case import (
     computing_in_float32,
     standardized,
     suspects,
-    target_fault,
 )
 from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
 from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
+from keras_nanguard._diagnose.targets import target_fault
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -54,30 +54,32 @@ def investigate(case: Case, obstacle: str = "") -> Evidence:
     case = case.with_(batch=dataclasses.replace(facts, target_fault=fault))
     if case.evidence.refused and not case.evidence.state:
         case = case.with_(notes=(obstacle,)) if obstacle else run_trials(replay_step(case))
-    return case.with_part("run", constraint=_constraint(case)).evidence
+    run = dataclasses.replace(case.evidence.run, constraint=_constraint(case))
+    return case.with_(run=run).evidence
 
 
 def replay_step(case: Case) -> Case:
     """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
     run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
-    case = case.with_run(run).with_part("replay", result=run.word)
+    case = case.with_run(run, run.word)
     if not run.finite:
         return case
-    if mode == "eager":
-        return case.with_part("replay", same_mode="finite")
-    again = case.step.run_compiled(case.batch, jit=mode == "xla")
-    case = case.with_part("replay", same_mode=again.word)
-    return case.with_run(again) if again.first else case
+    again = run if mode == "eager" else case.step.run_compiled(case.batch, jit=mode == "xla")
+    replay = dataclasses.replace(case.evidence.replay, same_mode=again.word)
+    case = case.with_(replay=replay)
+    return case.with_run(again, run.word) if again.first else case
 
 
 def run_trials(case: Case) -> Case:
     """Return a replayed case with the problem of its targets and, if the replay is bad, the results
     of all trials.
     """
-    case = case.with_part("batch", target_fault=target_fault(case))
+    batch = dataclasses.replace(case.evidence.batch, target_fault=target_fault(case))
+    case = case.with_(batch=batch)
     if case.evidence.bad_site and not case.evidence.replay.error:
         for trial in TRIALS:
-            case = case.with_part("trials", **trial(case))
+            trials = dataclasses.replace(case.evidence.trials, **trial(case))
+            case = case.with_(trials=trials)
     return case
 
 

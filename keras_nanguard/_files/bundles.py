@@ -18,7 +18,7 @@ from keras_nanguard._core.data import arguments, named
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.history import Growth
-from keras_nanguard._core.incident import Incident
+from keras_nanguard._core.incident import BUNDLES, Incident
 from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
@@ -53,7 +53,6 @@ class Bundle:
         updates_first: as in a `ReplayableStep`.
     """
 
-    path: Path
     incident: Incident
     batch: Any
     state: Sequence[tuple[str, Array]]
@@ -63,9 +62,12 @@ class Bundle:
     updates_first: bool
 
 
-def can_be_read(arrays: Sequence[Array]) -> bool:
-    """Return whether a file of these arrays is as small as `read` requires."""
-    return sum(array.nbytes for array in arrays) <= 2 * MAX_BYTES
+def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
+    """Return the folder of a bundle within the directory of its run, or `None`."""
+    if bundle is None or directory is None:
+        return None
+    folder = directory / BUNDLES / Path(bundle.replace("\\", "/")).name
+    return folder if folder.is_dir() and not folder.is_symlink() else None
 
 
 def folder_of(path: str | Path | None) -> Path:
@@ -114,7 +116,6 @@ def _read(folder: Path) -> Bundle:
     entries = [(str(e["path"]), str(e["dtype"])) for e in about["state"]]
     model = folder / "model.json"
     return Bundle(
-        folder,
         Incident.from_dict(document(folder / "incident.json")),
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),

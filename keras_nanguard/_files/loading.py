@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import FileFormatError, expected
-from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.plain_values import first_line, plain_text
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.hdf5 import SIGNATURE
-from keras_nanguard._files.formats.limits import first_line, readable, refuse_missing
+from keras_nanguard._files.formats.limits import readable, refuse_missing
 from keras_nanguard._files.formats.npz import opened_arrays
 
 

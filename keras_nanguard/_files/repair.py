@@ -76,7 +76,7 @@ def repair(
         FileFormatError: if the file is missing, truncated, malicious or of another format.
         GuardError: if an argument is invalid, the arguments contradict each other, no variable
             matches `only`, or the output exists.
-        OSError: if the output cannot be written.
+        OSError: if the output, or a temporary file, cannot be written.
 
     Example:
 

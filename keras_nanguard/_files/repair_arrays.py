@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import named_dtype
+from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
 from keras_nanguard._files.problems import is_loss_scale, not_negative
@@ -50,6 +51,7 @@ class Repair:
 
     Attributes:
         options: the method for each role.
+        contents: the arrays of the model.
         good: the arrays of a good model by path and by location, from `by_name`.
         initial: returns the initial values of an array, which are broadcast to its shape, or raises
             `NotRepaired`.
@@ -60,23 +62,26 @@ class Repair:
     """
 
     options: RepairOptions
+    contents: Contents
     good: Mapping[str, ModelArray]
     initial: Callable[[ModelArray], NDArray[Any] | float]
     replace: Callable[[ModelArray, NDArray[Any]], None]
     unbacked: int = 0
-    paths: Counter[str] = field(default_factory=Counter)
-    locations: Counter[str] = field(default_factory=Counter)
+    paths: Counter[str] = field(init=False)
+    locations: Counter[str] = field(init=False)
 
-    def changes(self, contents: Contents, report: ScanReport) -> list[Change]:
-        """Repair the arrays that are bad in a report of the same contents, and return the change of
+    def __post_init__(self) -> None:
+        self.paths = Counter(array.who.path for array in self.contents.arrays)
+        self.locations = Counter(array.location for array in self.contents.arrays)
+
+    def changes(self, report: ScanReport) -> list[Change]:
+        """Repair the arrays that are bad in a report of the contents, and return the change of
         each. If a slot is reset, so are all of its optimizer but step count and learning rate."""
-        self.paths = Counter(array.who.path for array in contents.arrays)
-        self.locations = Counter(array.location for array in contents.arrays)
-        pairs = zip(report.variables, contents.arrays, strict=True)
+        pairs = zip(report.variables, self.contents.arrays, strict=True)
         chosen = [
             (entry.bad, array)
             for entry, array in pairs
-            if self.options.selects(entry.path, entry.location, entry.layer)
+            if selected(self.options.only, entry.path, entry.location, entry.layer)
         ]
         reset = {_optimizer(array) for bad, array in chosen if bad and self._may_reset(array)}
         changes = []

@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,7 @@ def repair_file(
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
             new[array.key] = values
 
-        changes = Repair(chosen, good, initial, replace).changes(contents, before)
+        changes = Repair(chosen, contents, good, initial, replace).changes(before)
         if any(change.status == "done" for change in changes):  # also in a dry run
             _refuse_other_kinds(contents.kind)
         if new:
@@ -109,7 +109,11 @@ def _refuse_other_kinds(kind: str) -> None:
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
     """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
-    bfloat16 and float16 as float32, and return the reason for each that cannot be read."""
+    bfloat16 and float16 as float32, and return the reason for each that cannot be read.
+
+    Raises:
+        Unwritable: if the `.npz` file cannot be written.
+    """
     known, unread = {}, {}
     with opened(path) as contents:
         found = by_name(contents)
@@ -119,12 +123,24 @@ def copy_values(path: str, progress: Progress, names: list[str], output: str) ->
                     known[name] = widen(found[name].read())
                 except FileFormatError as error:
                     unread[name] = str(error)
-        atomic_files.save_arrays(Path(output), known)
+        with _writing(output):
+            atomic_files.save_arrays(Path(output), known)
     return unread
 
 
 class Unwritable(Exception):
     """A file cannot be written: error number, reason, path."""
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Convert an error of the system to an `Unwritable` that names this file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # of HDF5, about the old file
+            raise
+        raise Unwritable(error.errno, error.strerror or str(error), path) from error
 
 
 def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> None:
@@ -141,7 +157,7 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
         Unwritable: if the new file cannot be written.
     """
     target = os.path.join(scratch, os.path.basename(output))
-    try:
+    with _writing(output):
         os.mkdir(scratch)
         if kind in ("keras", "npz"):
             _archive(path, target, new)
@@ -150,10 +166,6 @@ def rewrite(path: str, scratch: str, output: str, kind: str, new: Arrays) -> Non
             _replace(target, new)
         atomic_files.flush_to_disk(Path(target))
         shutil.copymode(path, target)  # last: it may be read-only
-    except OSError as error:
-        if error.errno is None:  # of HDF5, about the old file
-            raise
-        raise Unwritable(error.errno, error.strerror or str(error), output) from error
 
 
 def _replace(path: str, new: Arrays) -> None:

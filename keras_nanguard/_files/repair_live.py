@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
-from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
@@ -63,7 +63,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         array.variable.assign(np.array(values))
 
     with _good_arrays(source, before) as good:
-        changes = tuple(Repair(options, good, initial, replace).changes(contents, before))
+        changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
 

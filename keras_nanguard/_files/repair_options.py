@@ -49,14 +49,10 @@ class RepairOptions:
         methods = " or ".join(one for one in CHOICES[field] if one not in ("keep", "source"))
         return f"choose {methods} for the {field}, or name a source"
 
-    def selects(self, *names: str) -> bool:
-        """Return whether a variable with these names (path, location, layer) is to be repaired."""
-        return selected(self.only, *names)
-
     def refuse_no_match(self, found: ScanReport) -> None:
         """Raise a `GuardError` if `only` selects no variable at all."""
         names = ((one.path, one.location, one.layer) for one in found.variables)
-        if self.only and not any(self.selects(*each) for each in names):
+        if self.only and not any(selected(self.only, *each) for each in names):
             what, received = "a variable that matches only", f"only={list(self.only)!r}"
             remedy = f"The names are those in the scan of {found.source}."
             raise GuardError(expected(what, received, remedy))

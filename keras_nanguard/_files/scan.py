@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import Contents, ModelArray
-from keras_nanguard._files.formats.limits import PARSE_ERRORS, first_line
+from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import (
     STATISTICS_LIMIT,

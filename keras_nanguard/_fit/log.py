@@ -12,6 +12,7 @@ from typing import Any
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._files.bundles import bundle_folder
 from keras_nanguard._fit.bad_data import BadRows
 from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
@@ -21,7 +22,6 @@ from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, EventKind
 from keras_nanguard._report import closing_table, console
-from keras_nanguard._report.cards import bundle_folder
 
 
 class GuardLog:

@@ -56,7 +56,7 @@ def diagnosed(model: Any, variables: Sequence[Any]) -> Diagnosis | None:
         StateLostError: if the variables could not be restored.
     """
     from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._diagnose.examination import diagnose
+    from keras_nanguard._diagnose.diagnose import diagnose
 
     try:
         with preserved(variables, model):

@@ -42,7 +42,7 @@ from keras_nanguard._recording.recording import (
     from_rows,
     read,
 )
-from keras_nanguard._recording.writer import Writer, has_contents, unwritten
+from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
 """Seconds between two writes of new steps to the database and the file."""
@@ -164,14 +164,10 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001  training does not need the recording
-            self._fail(error)
-
-    def _fail(self, reason: object) -> None:
-        """Write nothing any more."""
-        if self._writer is None:
-            self._problem = unwritten(reason)
-        else:
-            self._writer.fail(reason)
+            if self._writer is None:
+                self._problem = unwritten(error)
+            else:
+                self._writer.fail(error)
 
     # Steps
 
@@ -209,7 +205,8 @@ class Recorder:
             step = self._memory.end - (not ahead)
             known = self._rates.read(rate, step, self._now(), ahead)
             self._memory.run(database.FILL_RATE, known)
-        return before if before != rate else None
+        same = before == rate or (before != before and rate != rate)  # both may be NaN
+        return None if same else before
 
     def undo(self, step: int, again: Collection[int] = ()) -> None:
         """Mark the committed steps from this one on as undone.
@@ -246,7 +243,7 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
         """
         with self._changing():
-            self._running, self._fit = True, self._fit._replace(scaled=scaled)
+            self._running = True
             if path is not None:
                 self._open(path)
             base = since = recorded = self._steps
@@ -269,7 +266,8 @@ class Recorder:
         recorded yet. It must not belong to another run.
         """
         with self._without_error():
-            there, (problem, self._problem) = has_contents(path), (self._problem, "")
+            there = path.exists() and path.stat().st_size > 0
+            problem, self._problem = self._problem, ""
             if there and not self._memory.end:
                 self._continue(path)
                 self._owners.add(writer_of(path))

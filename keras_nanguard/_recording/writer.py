@@ -193,8 +193,3 @@ class Writer:
             self._idle.set()
         if file is not None:
             file.close()
-
-
-def has_contents(path: Path) -> bool:
-    """Whether a file exists and is not empty."""
-    return path.exists() and path.stat().st_size > 0

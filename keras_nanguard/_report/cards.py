@@ -22,9 +22,10 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident, Outcome
+from keras_nanguard._core.incident import Diagnosis, Incident, Outcome
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import times
+from keras_nanguard._files import bundles
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
 from keras_nanguard._report import console
 from keras_nanguard._report.console import IncidentKind
@@ -37,20 +38,10 @@ MAX_ROWS, MAX_COLUMNS, MAX_SIDE = 4, 24, 96
 Array = np.ndarray[Any, Any]
 
 
-def bundle_folder(bundle: str | None, directory: Path | None) -> Path | None:
-    """Return the folder of a bundle within the directory of its run, or `None`."""
-    if bundle is None or directory is None:
-        return None
-    folder = directory / BUNDLES / Path(bundle.replace("\\", "/")).name
-    return folder if folder.is_dir() and not folder.is_symlink() else None
-
-
 def layer_table(folder: Path) -> str:
     """Return the table of layers of a bundle as text, or `""`."""
-    from keras_nanguard._files.bundles import regular  # with h5py
-
     try:
-        file = regular(folder / "layers.txt", MAX_TABLE_BYTES)
+        file = bundles.regular(folder / "layers.txt", MAX_TABLE_BYTES)
         return file.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
@@ -120,8 +111,6 @@ def _chosen(parts: Sequence[tuple[str, Array]], row: int, culprit: str) -> tuple
 
 def _parts(folder: Path) -> list[tuple[str, Array]]:
     """Return the numeric arrays of a batch that have rows, with their paths in a diagnosis."""
-    from keras_nanguard._files import bundles  # with h5py
-
     try:
         batch = bundles.batch_arrays(folder, MAX_BYTES)
         found = [(path, finiteness.widen(array)) for path, array in batch]
@@ -219,15 +208,13 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
         steps: the step of each incident, counted as in the samples of the recording.
     """
     groups = console.kinds(run.incidents, steps)
-    kept = sorted(groups[:MAX_CARDS], key=lambda kind: (kind.first.step, kind.first.epoch))
-    others = groups[MAX_CARDS:]
+    kept = sorted(groups[:MAX_CARDS], key=lambda kind: kind.steps[0])
     found = [_card(run, kind) for kind in kept]
-    if others:
-        together = IncidentKind(
-            [incident for kind in others for incident in kind.incidents],
-            [step for kind in others for step in kind.steps],
-        )
-        title = f"{times(len(others), 'more kind')} of incidents; this is the first of them"
+    if rare := {console.kind_of(kind.first) for kind in groups[MAX_CARDS:]}:
+        pairs = zip(run.incidents, steps)
+        others = [(incident, step) for incident, step in pairs if console.kind_of(incident) in rare]
+        together = IncidentKind([incident for incident, _ in others], [step for _, step in others])
+        title = f"{times(len(rare), 'more kind')} of incidents; this is the first of them"
         found.append(replace(_card(run, together), title=title))
     return found
 
@@ -235,7 +222,7 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
 def _card(run: ReportedRun, kind: IncidentKind) -> Card:
     """Return the card of incidents."""
     recording, group = run.recording, kind.incidents
-    folders = [bundle_folder(incident.bundle, run.directory) for incident in group]
+    folders = [bundles.bundle_folder(incident.bundle, run.directory) for incident in group]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
     first, folder, step = group[place], folders[place], kind.steps[place]
     diagnosis = first.diagnosis or Diagnosis()

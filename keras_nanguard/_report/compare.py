@@ -9,7 +9,7 @@ from typing import Any
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, html
-from keras_nanguard._report.reported_run import ReportedRun
+from keras_nanguard._report.reported_run import ReportedRun, heights
 
 _MAX_CAUSES = 4
 
@@ -39,11 +39,10 @@ def _spark(run: ReportedRun) -> str:
     steps, _, values = (array.tolist() for array in run.recording.series("loss", 120))
     if len(steps) < 2:
         return ""
-    low, high = min(values), max(values)
-    across, up = (steps[-1] - steps[0]) or 1, (high - low) or 1.0
+    across = (steps[-1] - steps[0]) or 1
     return "M" + "L".join(
-        f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - (v - low) / up * 30:.1f}"
-        for s, v in zip(steps, values)
+        f"{(s - steps[0]) / across * 158 + 1:.1f} {32 - height * 30:.1f}"
+        for s, height in zip(steps, heights(values))
     )
 
 

@@ -20,7 +20,7 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._recording.database import MEASURED
 from keras_nanguard._recording.recording import measured
 from keras_nanguard._report import console, files
-from keras_nanguard._report.reported_run import ReportedRun
+from keras_nanguard._report.reported_run import ReportedRun, heights
 
 _BARS, _ASCII_BARS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _STALE = 60.0
@@ -150,7 +150,4 @@ def curve(values: Sequence[float], bars: str = _BARS) -> str:
     """Return a curve as one line of text. Each value becomes a bar whose height shows where it lies
     between the lowest and the highest value.
     """
-    half = [value / 2 for value in values]  # the difference of any two is finite
-    low = min(half, default=0.0)
-    span = max(half, default=0.0) - low
-    return "".join(bars[1 + round((v - low) / span * 7) if span else 1] for v in half)
+    return "".join(bars[1 + round(height * 7)] for height in heights(values))

@@ -145,7 +145,7 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
     def curve(pick: Any, own: Any) -> Any:
         found = np.full(len(x), np.nan)
         pick.at(found, group[own], values[own])
-        return _short(found)
+        return [float(f"{v:.6g}") if math.isfinite(v) else None for v in found.tolist()]
 
     title = name.replace("_", " ")
     positive = values[low] > 0.0
@@ -167,11 +167,6 @@ def _chart(recording: Recording, name: str) -> dict[str, Any] | None:
         "high": curve(np.fmax, ~undone),
         **({"undone": curve(np.fmax, undone)} if undone.any() else {}),
     }
-
-
-def _short(values: Any) -> list[float | None]:
-    plain = np.asarray(values, np.float64).tolist()
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in plain]
 
 
 def _marks(run: ReportedRun, found: Sequence[Card]) -> dict[str, Any]:

@@ -45,3 +45,11 @@ class ReportedRun:
     def causes(self) -> Counter[str]:
         """Number of incidents by cause and place."""
         return Counter(why(incident) for incident in self.incidents)
+
+
+def heights(values: Sequence[float]) -> list[float]:
+    """Return where each value lies from the lowest, 0, to the highest, 1; 0 if all are equal."""
+    half = [value / 2 for value in values]  # the difference of any two is finite
+    low = min(half, default=0.0)
+    span = max(half, default=0.0) - low
+    return [(value - low) / span if span else 0.0 for value in half]

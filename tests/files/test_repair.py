@@ -1,5 +1,6 @@
 """A repair replaces bad values, keeps every bit of the others, and reports both."""
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -811,6 +812,21 @@ def test_a_source_may_be_a_model_for_a_file_and_a_file_for_a_model(keras, nested
     for expected, *repaired in zip(damaged(good), damaged(bad), damaged(loaded), strict=True):
         for variable in repaired:
             np.testing.assert_array_equal(np.array(variable.numpy()), np.array(expected.numpy()))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_full_disk_is_not_blamed_on_the_source(keras, nested, tmp_path, monkeypatch):
+    """The error is that of the system, and names the temporary file that cannot be written."""
+    model, source, folder = nested(1), str(tmp_path / "good.keras"), tmp_path / "temporary"
+    nested(0).save(source)
+    kernel = model.get_layer("head").kernel
+    kernel.assign(np.full(kernel.shape, np.nan))
+    folder.mkdir()
+    (folder / "values.npz").symlink_to("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext(str(folder)))
+    with pytest.raises(OSError, match="No space left") as caught:
+        repair(model, source=source)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(folder / "values.npz"))
 
 
 def test_a_damaged_array_does_not_prevent_the_repair_of_others(keras, tmp_path):

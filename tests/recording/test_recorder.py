@@ -100,6 +100,11 @@ class TestRecorder:
         rates = made.recording.steps["learning_rate"]
         np.testing.assert_array_equal(rates, [0.5] * 5 + [np.nan] + [0.25] * 3 + [np.nan] * 2 + [0.1])
 
+    def test_a_rate_that_stays_nan_has_not_changed(self):
+        made = recorder()
+        made.push(0, 1.0, 1.0, 1.0)
+        assert [str(made.rate(rate)) for rate in (0.5, np.nan, np.nan, 0.5)] == ["None", "0.5", "None", "nan"]
+
     def test_memory_is_limited(self):
         """A hundred thousand steps and 30,000 incidents take no more than 16 MB."""
         incident = recordings.incident(5, 0, 5)

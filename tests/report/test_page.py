@@ -20,6 +20,7 @@ from support.recordings import HOSTILE, incidents_of, run_of, synthetic, written
 import keras_nanguard
 from keras_nanguard import Diagnosis, Finding, Incident, Recording
 from keras_nanguard._core.literals import CAUSES
+from keras_nanguard._files import bundles
 from keras_nanguard._recording.database import OVERFLOW, STEP_COLUMNS
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import Event, incidents as recorded
@@ -237,6 +238,20 @@ def test_many_kinds_have_one_card_in_common():
     assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
 
 
+def test_the_cards_of_several_fits_are_in_order_of_time():
+    """Each fit counts its steps from 0; the recording counts those of all fits."""
+    first, second = (Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in (50, 3))
+    assert [card.first for card in cards.cards(ReportedRun([first, second]), [50, 103])] == [first, second]
+
+
+def test_the_card_in_common_is_in_order_of_time():
+    """Its first incident is the earliest, not one of the most frequent kind."""
+    names = ["early", *[f"layer_{n}" for n in range(MAX_CARDS)] * 3, "late", "late"]
+    many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", name)) for n, name in enumerate(names)]
+    common = cards.cards(ReportedRun(many), range(len(many)))[-1]
+    assert common.first is many[0] and list(common.steps) == [0, len(many) - 2, len(many) - 1]
+
+
 def test_code_to_paste():
     """Each piece of code is valid Python, and uses only identifiers from the data."""
     for cause in CAUSES:
@@ -376,11 +391,11 @@ class TestBlamedRows:
     def test_only_the_directory_of_the_run_is_read(self, folder, tmp_path):
         """A bundle is read from the run's directory by its last name, for any path."""
         (tmp_path / "secret").mkdir()
-        assert cards.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
-        assert cards.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
-        assert cards.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
+        assert bundles.bundle_folder("/elsewhere/incident-1", tmp_path) == folder
+        assert bundles.bundle_folder(str(tmp_path / "secret"), tmp_path) is None
+        assert bundles.bundle_folder("..", tmp_path / "incidents" / "incident-1") is None
         (tmp_path / "incidents" / "link").symlink_to(tmp_path / "secret")
-        assert cards.bundle_folder("link", tmp_path) is None
+        assert bundles.bundle_folder("link", tmp_path) is None
 
 
 def test_uplot_equals_the_published_file():
@@ -422,6 +437,12 @@ class TestSeveralRuns:
         recording.steps["loss"][1194] = 40.0
         assert compare.row(run_of(recording))["loss"] == "40"
         assert compare.row(ReportedRun(name="a"))["loss"] == ""
+
+    def test_a_curve_of_the_largest_losses(self):
+        """Their difference overflows float64; the path has only numbers."""
+        recording = synthetic(3, 0)
+        recording.steps["loss"][:] = [-1.7e308, 0.0, 1.7e308]
+        assert compare._spark(run_of(recording)) == "M1.0 32.0L80.0 17.0L159.0 2.0"
 
     def test_words_of_a_single_incident(self):
         """One incident, before the first step or at a step, is said in the singular and at one step."""

@@ -176,7 +176,7 @@ FORMATS = {
     "repair report": ("_files.reports", "FORMAT"),
     "recalibrate report": ("_files.reports", "FORMAT"),
     "lint report": ("_lint", "FORMAT"),
-    "examination": ("_diagnose.examination", "FORMAT"),
+    "examination": ("_diagnose.diagnose", "FORMAT"),
     "replay": ("_diagnose.replay", "FORMAT"),
     "checked policy": ("_cli.commands", "CHECKED_POLICY"),
     "compared runs": ("_cli.commands", "COMPARED_RUNS"),

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from keras_nanguard._core.errors import FileFormatError, NanGuardError, expected
-from keras_nanguard._core.plain_values import plain_text
+from keras_nanguard._core.plain_values import first_line, plain_text
 
 try:
     from lzma import LZMAError
@@ -136,12 +136,6 @@ def size_on_disk(path: str) -> int:
             with suppress(OSError):  # a link that leads nowhere
                 total += entry.stat().st_size
     return total
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first nonempty line of an error, safe to print, or the name of its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return plain_text((lines or [type(error).__name__])[0], 200).rstrip(".")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
-from keras_nanguard._core.plain_values import plain
+from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
@@ -23,7 +23,6 @@ from keras_nanguard._diagnose.explainer import conclude
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
-from keras_nanguard._files.formats.limits import first_line
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -203,9 +202,7 @@ def _evidence(
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = map(keras_arrays.dense, keras.tree.flatten(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
-    case = Case(shown.step, batch, evidence).with_run(run)
-    if not run.finite:
-        case = case.with_part("replay", result=run.word)
+    case = Case(shown.step, batch, evidence).with_run(run, "" if run.finite else run.word)
     return run_trials(case).evidence
 
 
