@@ -87,11 +87,11 @@ def reestimated(run: Run, layers: list[Any], batches: Iterable[Any]) -> list[tup
         Exception: if the model does not take them, or an estimate is not finite.
     """
     from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._files.recalibrate import recalibrate
+    from keras_nanguard._files.recalibrate import estimated
 
-    names = [name for layer in layers for name in (layer.path, layer.name)]
+    inputs = (keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in batches)
     with preserved(run.train_state().written_by_calls, run.model):
-        recalibrate(run.model, (args[0] for args in batches), only=names)
+        write_all(estimated(run.model, layers, inputs)[1])
         moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
         return [(v, keras_variables.read(v)) for v in moving]
 
