@@ -893,6 +893,20 @@ class TestStop:
         assert "the state after 4 steps restored, and 3 later steps replayed" in outcomes(guard, "stop")[0][2]
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
 
+    def test_not_restored(self, monkeypatch, capsys):
+        """The line has the whole error, and not what follows it."""
+
+        def fails(*args):
+            raise RuntimeError("no memory; try again")
+
+        monkeypatch.setattr("keras_nanguard._fit.rollback.restore", fails)
+        monkeypatch.setattr("keras_nanguard._report.console.WIDTH", 400)
+        guard = acting("lower_lr", "stop")
+        guard.verbose = 1
+        train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
+        assert "try again; the learning rate of adam is reset to" in outcomes(guard, "stop")[0][2]
+        assert "; the state after 4 steps not restored: RuntimeError: no memory; try again." in capsys.readouterr().out
+
     def test_left(self):
         """Without `restore` nothing changes; after a refused step there is nothing to restore."""
         guard = acting({"stop": {"restore": False}})
