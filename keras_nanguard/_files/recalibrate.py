@@ -21,8 +21,8 @@ from keras import ops
 from numpy.typing import NDArray
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.errors import GuardError, expected, no_model, require_count
-from keras_nanguard._core.variable_names import MOVING, as_words, selected
+from keras_nanguard._core.errors import GuardError, as_words, expected, no_model, require_count
+from keras_nanguard._core.variable_names import MOVING, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras import variables as keras_variables
