@@ -441,7 +441,7 @@ class NanGuard(keras.callbacks.Callback):
 
         own = (self.functions, self.directory, self._directory_shown)
         run = Run(model, self.policy, self._log, optimizers, *own)
-        explain = Explainer(run, bool(self.verbose)) if self.diagnose else None
+        explain = Explainer(run, self._log.line) if self.diagnose else None
         session = Session(run, explain)
         if self.session is not None:
             self._may_resume |= self.session.start.resuming is not None  # an error came before

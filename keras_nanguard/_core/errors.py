@@ -10,7 +10,7 @@ import contextlib
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 BACKENDS = ("tensorflow", "jax", "torch")
@@ -69,6 +69,19 @@ def require_path(received: object, remedy: str) -> None:
     if not isinstance(received, (str, os.PathLike)):
         what = f"an object of class {type(received).__name__}"
         raise GuardError(expected("a path", what, remedy))
+
+
+def as_words(given: object, name: str) -> tuple[str, ...]:
+    """Return one word, or several, as a tuple.
+
+    Raises:
+        GuardError: if the argument `name` is something else.
+    """
+    words = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(word, str) for word in words):
+        received, remedy = f"{name}={given!r}", f"Write {name}=[...] with text."
+        raise GuardError(expected(f"{name} to be text or a list of texts", received, remedy))
+    return words
 
 
 def require_keras_3(*things: object) -> None:

@@ -269,8 +269,3 @@ def sizes(array: finiteness.Array) -> tuple[float, float]:
             squares = float(np.vdot(scaled, scaled).real)
     norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf
     return (norm if math.isfinite(norm) else math.inf), largest
-
-
-def magnitudes(values: Iterable[float]) -> list[float]:
-    """Return the magnitudes of the finite values that are not zero."""
-    return [abs(v) for v in values if math.isfinite(v) and v != 0.0]

@@ -233,17 +233,8 @@ class Outcome:
 
 
 _STATE = "the state "
-
-
-def ended(how: str, state: str, *rates: str) -> str:
-    """Return the detail of an action that has ended training.
-
-    Args:
-        how: how it ends.
-        state: which state the model has: a `restored_state`, or other words.
-        rates: a sentence for each lowered learning rate.
-    """
-    return "; ".join((how, state, *rates))
+RATE_LEFT = "the learning rate of "
+"""How each sentence about a learning rate begins that was lowered before the end of training."""
 
 
 def restored_state(moment: str, result: str) -> str:
@@ -252,8 +243,12 @@ def restored_state(moment: str, result: str) -> str:
 
 
 def restored_at_end(outcome: Outcome) -> str:
-    """Return the `restored_state` of an action that has `ended` training, `""` without one."""
-    return next((c for c in outcome.detail.split("; ") if c.startswith(_STATE)), "")
+    """Return the `restored_state` of an action that has ended training, `""` without one. In its
+    detail it follows how training ends, and precedes the learning rates.
+    """
+    _, found, rest = outcome.detail.partition(f"; {_STATE}")
+    state = rest.partition(f"; {RATE_LEFT}")[0]
+    return f"{_STATE}{state}" if found else ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

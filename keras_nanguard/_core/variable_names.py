@@ -6,14 +6,11 @@ are recurrent.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from keras_nanguard._core.errors import GuardError, expected
 
 MOVING = ("moving_mean", "moving_variance", "moving_stddev", "renorm_mean", "renorm_stddev")
 """The statistics of a BatchNormalization; the last three only if it renormalizes."""
@@ -46,19 +43,6 @@ RECURRENT = frozenset(
 
 CELLS = frozenset(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell", "StackedRNNCells"))
 """Classes of the cells that recurrent layers call in each step."""
-
-
-def as_words(given: object, name: str) -> tuple[str, ...]:
-    """Return one word, or several, as a tuple.
-
-    Raises:
-        GuardError: if the argument `name` is something else.
-    """
-    words = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-    if not all(isinstance(word, str) for word in words):
-        received, remedy = f"{name}={given!r}", f"Write {name}=[...] with text."
-        raise GuardError(expected(f"{name} to be text or a list of texts", received, remedy))
-    return words
 
 
 def selected(only: tuple[str, ...], *names: str) -> bool:

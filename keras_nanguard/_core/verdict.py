@@ -69,6 +69,11 @@ class Verdict(NamedTuple):
         return gradient_norm(self.gradients, self.scale)
 
     @property
+    def recorded(self) -> tuple[float, float, float]:
+        """Its numbers that are recorded: loss, gradients and scale."""
+        return self.loss, self.gradients, self.scale
+
+    @property
     def finite(self) -> bool:
         """Whether every number that the step checked is finite."""
         total = self.loss + self.gradients + self.statistics + self.weights + self.slots

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current, processes
+from keras_nanguard._backends import current
 from keras_nanguard._backends.shared.batches import takes_iterator
 from keras_nanguard._backends.shared.faults import without_faults
 from keras_nanguard._backends.shared.replay import ReplayableStep
@@ -64,11 +65,11 @@ class Explainer:
     """Diagnoses the incidents of one run.
 
     Args:
-        says: whether to print a line if a bundle cannot be written.
+        say: prints a line, such as the reason why a bundle was not written.
     """
 
-    def __init__(self, run: RunView, says: bool) -> None:
-        self.run, self.says = run, says
+    def __init__(self, run: RunView, say: Callable[[str], None]) -> None:
+        self.run, self._say = run, say
         self._last: tuple[Signature | None, int] = None, 0
         self._repeats = 0
         self._known: dict[Signature, Diagnosis] = {}
@@ -117,9 +118,7 @@ class Explainer:
         try:
             return write(self.run, incident, batch, evidence)
         except Exception as error:  # noqa: BLE001  a full disk must not end training
-            if self.says:
-                reason = f"{type(error).__name__}: {error}"
-                processes.print_line(f"NanGuard: no bundle was written: {reason}")
+            self._say(f"NanGuard: no bundle was written: {type(error).__name__}: {error}")
             return None
 
     @np.errstate(all="ignore")  # the values are not finite

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import Growth, History, magnitudes, sizes
+from keras_nanguard._core.history import Growth, History, sizes
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import LOW, RESULT_SITES
 from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, RunFacts
@@ -119,7 +119,8 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
     entries, first = history.before(step), history.first(step)
     losses = [e.loss for e in entries if math.isfinite(e.loss)]
     norms = [e.norm for e in entries if math.isfinite(e.norm)]
-    first_losses, first_norms = magnitudes(e.loss for e in first), magnitudes(e.norm for e in first)
+    first_losses = _magnitudes(e.loss for e in first)
+    first_norms = _magnitudes(e.norm for e in first)
     last_losses, last_norms = losses[-RECENT:] + [own[0]], norms[-RECENT:] + [own[1]]
     found = [(history.weights.get(id(v)), sizes(keras_variables.view(v))) for v in weights]
     known = [(start, own_size) for start, own_size in found if start is not None]
@@ -127,8 +128,8 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
     now = math.hypot(*(norm for _, (norm, _) in known))
     return Growth(
         steps=len(entries),
-        loss=_factor(first_losses, magnitudes(last_losses)),
-        norm=_factor(first_norms, magnitudes(last_norms)),
+        loss=_factor(first_losses, _magnitudes(last_losses)),
+        norm=_factor(first_norms, _magnitudes(last_norms)),
         weights=now / before if before > 0 and now > 0 else 1.0,
         largest_weight=max([0.0, *(largest for _, (_, largest) in found)]),
         largest_weight_before=max([0.0, *(largest for (_, largest), _ in known)]),
@@ -136,6 +137,11 @@ def growth(history: History, step: int, own: tuple[float, float], weights: Seque
         norms=tuple(norms[-RECENT:]),
         jump=history.jump(step),
     )
+
+
+def _magnitudes(values: Iterable[float]) -> list[float]:
+    """Return the magnitudes of the finite values that are not zero."""
+    return [abs(v) for v in values if math.isfinite(v) and v != 0.0]
 
 
 def _factor(first: list[float], last: list[float]) -> float:

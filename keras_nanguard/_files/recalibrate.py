@@ -21,8 +21,8 @@ from keras import ops
 from numpy.typing import NDArray
 
 from keras_nanguard._backends import current
-from keras_nanguard._core.errors import GuardError, expected, no_model, require_count
-from keras_nanguard._core.variable_names import MOVING, as_words, selected
+from keras_nanguard._core.errors import GuardError, as_words, expected, no_model, require_count
+from keras_nanguard._core.variable_names import MOVING, selected
 from keras_nanguard._files.live import LiveArray, is_model, live_arrays
 from keras_nanguard._files.reports import Recalibrated, RecalibrateReport
 from keras_nanguard._keras import variables as keras_variables
@@ -67,17 +67,38 @@ def recalibrate(
     if steps is not None:
         require_count("steps", steps)
         steps = min(steps, sys.maxsize)
+    layers = _batchnorms(live_arrays(model), as_words(only, "only"), f"model={model.name}")
+    report, pairs = estimated(model, layers, itertools.islice(_batches(x, batch_size), steps))
+    write_all(pairs)
+    return report
+
+
+def estimated(
+    model: Any, layers: Iterable[Any], batches: Iterable[Any]
+) -> tuple[RecalibrateReport, list[tuple[Any, Any]]]:
+    """Estimate the moving statistics of layers of a model. Nothing is changed.
+
+    Args:
+        layers: built BatchNormalization layers.
+        batches: inputs of the model.
+
+    Returns:
+        The report, and `(variable, value)` for each statistic of the layers that were called.
+
+    Raises:
+        GuardError: if there is no batch, or the input of a layer is not finite or has only one
+            value per channel.
+    """
     arrays = live_arrays(model)
-    layers = _batchnorms(arrays, as_words(only, "only"), f"model={model.name}")
-    estimates = [_Estimate(path, layer) for path, layer in layers]
-    done = _run(model, itertools.islice(_batches(x, batch_size), steps), estimates, arrays)
+    paths = {id(array.owner): array.who.layer for array in arrays}
+    estimates = [_Estimate(paths[id(layer)], layer) for layer in layers]
+    done = _run(model, batches, estimates, arrays)
     if not done:
         remedy = "Pass arrays or an iterable of batches."
         raise GuardError(expected("at least one batch", "no data", remedy))
     called = [one for one in estimates if one.count]
-    found = tuple(one.report() for one in called)
-    write_all(pair for one in called for pair in one.result())
-    return RecalibrateReport(str(model.name), done, found)
+    report = RecalibrateReport(str(model.name), done, tuple(one.report() for one in called))
+    return report, [pair for one in called for pair in one.result()]
 
 
 def _run(
@@ -209,21 +230,18 @@ def _moments(values: Any, axis: int, mask: Any) -> tuple[Any, Any, int]:
     return ops.reshape(mean, (-1,)), ops.reshape(variance, (-1,)), count
 
 
-def _batchnorms(
-    arrays: Sequence[LiveArray], only: tuple[str, ...], model: str
-) -> list[tuple[str, Any]]:
-    """Return the built BatchNormalization layers, each with the path of its names, which several
-    may have.
+def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) -> list[Any]:
+    """Return the built BatchNormalization layers.
 
     Raises:
         GuardError: if there is none that matches `only`; it names `model`.
     """
-    found: list[tuple[str, Any]] = []
+    found: list[Any] = []
     for array in arrays:
         path, layer = array.who.layer, array.owner
         wanted = selected(only, path, str(getattr(layer, "name", "")))
         if wanted and array.who.name == "moving_variance" and hasattr(layer, "moving_mean"):
-            found.append((path, layer))
+            found.append(layer)
     if not found:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
         if only:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_nanguard._core import atomic_files
-from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.errors import GuardError, as_words, expected
 from keras_nanguard._core.finiteness import widen
-from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_options import RepairOptions

@@ -4,7 +4,7 @@ A backend calls `session.Session` before and after each execution. Its `run.Run`
 has one owner, whose methods change it; all others only read it. The files from top to bottom:
 
     the guard     attached (in a running fit), loop (without a fit), arguments
-                  log (what is printed and recorded)
+                  log (what is printed, and all incidents)
     a step        session (before and after it), tasks (between two)
     an incident   incidents: detect, explain, decide, perform, apply the effect, report
                   refusals (why a step was refused, and which ones loss scaling handles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_nanguard._backends import processes
@@ -40,16 +40,13 @@ class Attached:
         self._attachment = attachment(session.run.model, session)
         session.run.attach(self._attachment)
         self._attachment.attach(self._in_use)
-        self.fit = Fit(
-            current_callback_list(),
-            cut_short,
-            {
-                "on_train_begin": self._around_train_begin,
-                "on_epoch_begin": self._around_epoch_begin,
-                "on_test_begin": self._around_test_begin,
-                "on_epoch_end": self._around_epoch_end,
-            },
-        )
+        before: dict[str, Callable[..., Any]] = {
+            "on_epoch_begin": lambda epoch, logs=None: session.begin_epoch(epoch),
+            "on_test_begin": lambda logs=None: self._end_last_steps(),
+            "on_epoch_end": self._before_epoch_end,
+        }
+        after = {"on_train_begin": lambda logs=None: session.start.settle()}
+        self.fit = Fit(current_callback_list(), cut_short, before, after)
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, int] = {}
         self._lagging, self._predicted = Lagging(), list[Finding]()
@@ -85,21 +82,6 @@ class Attached:
         epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
         self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
 
-    @contextlib.contextmanager
-    def _around_train_begin(self, logs: Any = None) -> Iterator[None]:
-        yield
-        self.session.start.settle()
-
-    @contextlib.contextmanager
-    def _around_epoch_begin(self, epoch: int, logs: Any = None) -> Iterator[None]:
-        self.session.begin_epoch(epoch)
-        yield
-
-    @contextlib.contextmanager
-    def _around_test_begin(self, logs: Any = None) -> Iterator[None]:
-        self._end_last_steps()
-        yield
-
     def _end_last_steps(self) -> None:
         """Judge the action of a divergence once the last step of the fit is done, before its state
         is validated or saved.
@@ -110,8 +92,7 @@ class Attached:
             run.access.resolve_pending()
             self.session.tasks.divergence.end(run)
 
-    @contextlib.contextmanager
-    def _around_epoch_end(self, epoch: int, logs: Any = None) -> Iterator[None]:
+    def _before_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace the logs of an epoch without committed steps, before callbacks receive them."""
         session, run = self.session, self.session.run
         run.access.resolve_pending()
@@ -127,7 +108,6 @@ class Attached:
             if run.logs_worst_metrics:
                 session.logs.fail(logs)
             self._add_own(logs)
-        yield
 
     def _tell_of_metrics(self, bad: list[Finding], prefix: str = "") -> None:
         """Print a line about each metric that is not finite, once in a fit. The loss is finite, so

@@ -48,14 +48,14 @@ UNDONE = 0.5
 """Minimum share of the difference that the estimated statistics remove."""
 
 
-def trained(model: Any) -> list[Any]:
+def unfrozen(model: Any) -> list[Any]:
     """Return the BatchNormalization layers that are not frozen."""
     return [layer for layer in keras_layers.batchnorms(model) if layer.trainable]
 
 
 def learning(model: Any) -> list[Any]:
     """Return the BatchNormalization layers whose statistics a train step updates."""
-    return [layer for layer in trained(model) if layer.momentum < 1.0]
+    return [layer for layer in unfrozen(model) if layer.momentum < 1.0]
 
 
 def initial_statistics(layers: list[Any]) -> list[tuple[Any, Any]]:
@@ -87,11 +87,11 @@ def reestimated(run: Run, layers: list[Any], batches: Iterable[Any]) -> list[tup
         Exception: if the model does not take them, or an estimate is not finite.
     """
     from keras_nanguard._backends.shared.replay import preserved
-    from keras_nanguard._files.recalibrate import recalibrate
+    from keras_nanguard._files.recalibrate import estimated
 
-    names = [name for layer in layers for name in (layer.path, layer.name)]
+    inputs = (keras.utils.unpack_x_y_sample_weight(args[0])[0] for args in batches)
     with preserved(run.train_state().written_by_calls, run.model):
-        recalibrate(run.model, (args[0] for args in batches), only=names)
+        write_all(estimated(run.model, layers, inputs)[1])
         moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
         return [(v, keras_variables.read(v)) for v in moving]
 
@@ -108,10 +108,10 @@ class _Measured:
     later: float
     worst: str
 
-    def lags(self, trained: float) -> bool:
+    def lags(self, train_loss: float) -> bool:
         """Whether the moving statistics cause the difference, and will not recover in this fit."""
-        small = FAR * max(self.estimated, trained)
-        removed = self.now - self.estimated >= UNDONE * (self.now - trained)
+        small = FAR * max(self.estimated, train_loss)
+        removed = self.now - self.estimated >= UNDONE * (self.now - train_loss)
         return min(self.now, self.later) > small and removed
 
 
@@ -138,19 +138,19 @@ class Lagging:
             steps = plan.get("steps") or run.step - start
             remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
             losses = [m.loss for m in run.history.before(run.step) if m.step >= start][-LAST:]
-            trained = statistics.median(losses) if losses else math.nan
+            train_loss = statistics.median(losses) if losses else math.nan
             layers, loss = learning(model), numbers(logs).get("loss", math.nan)
-            far = 0.0 < FAR * trained < loss < math.inf
+            far = 0.0 < FAR * train_loss < loss < math.inf
             if self._done or not layers or not far or not runs_alone(model):
                 return None
             if not self._looks and remaining:
                 return None
             self._looks = max(self._looks - 1, 0)
             measured = _measured(run, layers, remaining)
-            if measured is None or not measured.lags(trained):
+            if measured is None or not measured.lags(train_loss):
                 return None
             self._done = True
-            diagnosis = _diagnosis(run, layers, measured, loss, trained)
+            diagnosis = _diagnosis(run, layers, measured, loss, train_loss)
             return [Finding("validation", "out_of_range", "loss", value=loss)], diagnosis
         return None
 
@@ -161,8 +161,8 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
     model, train_state = run.model, run.train_state()
     moving = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
     with preserved(train_state.written_by_calls, model):
-        data, trained = one_batch(), run.recent.last(LAST)
-        if data is None or not trained:
+        data, batches = one_batch(), run.recent.last(LAST)
+        if data is None or not batches:
             return None
         x, y, weights = data
 
@@ -171,7 +171,7 @@ def _measured(run: Run, layers: list[Any], remaining: int) -> _Measured | None:
             return float(keras.ops.convert_to_numpy(tensor))
 
         now, before = loss(), [keras_variables.read(v) for v in moving]
-        write_all(reestimated(run, layers, trained))
+        write_all(reestimated(run, layers, batches))
         estimated, after = loss(), [keras_variables.read(v) for v in moving]
         momenta = [layer.momentum for layer in layers for _ in range(2)]
         for variable, momentum, old, new in zip(moving, momenta, before, after):
@@ -190,7 +190,7 @@ def _worst(layers: list[Any], before: list[Any], after: list[Any]) -> str:
 
 
 def _diagnosis(
-    run: Run, layers: list[Any], measured: _Measured, loss: float, trained: float
+    run: Run, layers: list[Any], measured: _Measured, loss: float, train_loss: float
 ) -> Diagnosis:
     momentum = float(next(layer for layer in layers if layer.path == measured.worst).momentum)
     iterations = map(keras_optimizers.iterations, run.train_state().optimizers)
@@ -201,7 +201,8 @@ def _diagnosis(
     advice.append("Or re-estimate them after training: keras_nanguard.recalibrate(model, x).")
     moving = f"On one validation batch it is {measured.now:.3g} with the moving statistics"
     evidence = (
-        f"The validation loss is {loss:.3g}, and the loss of the last train steps {trained:.3g}.",
+        f"The validation loss is {loss:.3g}, and the loss of the last train steps"
+        f" {train_loss:.3g}.",
         f"{moving}, and {measured.estimated:.3g} with statistics estimated from the last train"
         " batches.",
         lag,

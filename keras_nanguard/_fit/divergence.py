@@ -159,7 +159,7 @@ class Divergence:
         run.recent.restart()
         text = "lower learning rate did not help. State and learning rate are restored."
         run.log.line(f"NanGuard: the {text}")
-        run.recording.factor(run.train_state, f"The {text}")
+        run.record_factor(f"The {text}")
 
 
 def _write(run: Run, state: State) -> None:

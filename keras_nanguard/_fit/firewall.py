@@ -70,7 +70,7 @@ class Firewall:
             if not bad:
                 return save(*args, **kwargs)
             where = kwargs.get("filepath", args[0] if args else "")
-            run.recording.event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
+            run.record_event("firewall", f"Not saved: {where}. The model has NaN or Inf.")
             why = "the model has NaN or Inf. An existing file is kept."
             run.log.line(f"NanGuard: did not save {where}: {why}")
             return None

@@ -92,7 +92,8 @@ class Incidents:
         run, step = self._run, self._run.step
         run.counts.refuse()
         refusal = self.refusals.classify(verdict, report, arguments)
-        run.recording.step(verdict, OVERFLOW if refusal == "overflow" else REFUSED)
+        status = OVERFLOW if refusal == "overflow" else REFUSED
+        run.push(step, *verdict.recorded, status)
         if refusal == "left_by_previous":
             for m in run.history.since(step - 1):  # the incident is about the step before
                 verdict = verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
@@ -120,7 +121,7 @@ class Incidents:
         run, findings = self._run, self._run.scan()
         if not findings:
             return None
-        run.recording.step(verdict)
+        run.push(run.step, *verdict.recorded)
         report = Report(verdict, (), (), run.recent.as_given(arguments))
         return self.handle(self._incident(findings, run.step, verdict, report), report).replays
 
@@ -129,7 +130,7 @@ class Incidents:
         return whether steps are to run again.
         """
         run = self._run
-        run.recording.step(verdict)
+        run.push(run.step, *verdict.recorded)
         before, self._observed = self._observed, run.step
         if run.step - 1 == before:
             return False
@@ -287,7 +288,7 @@ class Incidents:
             run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
-        run.recording.factor(run.train_state, "; ".join(lowered))
+        run.record_factor("; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
         if wrote or back.restored is not None:
             run.count_replacement()

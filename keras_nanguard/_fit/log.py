@@ -1,26 +1,21 @@
-"""What a guard prints and records: lines of its incidents and epochs, and the events of a run."""
+"""What a guard prints, and the incidents of all of its fits."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._core.incident import Incident
-from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._files.bundles import bundle_folder
 from keras_nanguard._fit.bad_data import BadRows
-from keras_nanguard._fit.recovery import Recovery
 from keras_nanguard._fit.steps import Counts
-from keras_nanguard._keras import optimizers as keras_optimizers
-from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard._recording.recorder import Recorder
-from keras_nanguard._recording.recording import BadSample, EventKind
+from keras_nanguard._recording.recording import BadSample
 from keras_nanguard._report import closing_table, console
 
 
@@ -142,69 +137,3 @@ def _details(directory: str | None) -> str:
     if directory is None:
         return 'guard.report("run.html")'
     return f"keras-nanguard report {shlex.quote(directory)} -o run.html"
-
-
-class RunRecording:
-    """Records one run in a recorder, with what the recorder does not know of it.
-
-    Attributes:
-        push: records the measurements of one step; see `Recorder.push`.
-    """
-
-    def __init__(self, recorder: Recorder, counts: Counts, recovery: Recovery):
-        self._recorder, self.push = recorder, recorder.push
-        self._counts, self._recovery = counts, recovery
-        self._factor = recovery.rate_factor  # the last recorded one, or that of a resumed run
-
-    # Steps and events
-
-    def place(self) -> None:
-        """Record the epoch of the steps from the current one on."""
-        counts = self._counts
-        self._recorder.place(counts.step, counts.epoch, counts.epoch_start)
-
-    def step(self, verdict: Verdict, status: int = COMMITTED) -> None:
-        """Record the current step, with its verdict."""
-        measured = (verdict.loss, verdict.gradients, verdict.scale)
-        self.push(self._counts.step, *measured, status)
-
-    def event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
-        """Record an event at the current step."""
-        self._recorder.event(kind, self._counts.step, self._counts.epoch, text, data)
-
-    # Learning rates
-
-    def rate(self, state: TrainState, ahead: bool = False) -> None:
-        """Record the learning rate of the first optimizer of a current state, for the last step or
-        for the next one (`ahead`). A rate that is a custom function is not read.
-        """
-        for optimizer in filter(keras_optimizers.rate_is_pure, state.optimizers[:1]):
-            rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
-            if rate is None:
-                return
-            plain = keras_optimizers.rate_variable(optimizer) is not None
-            before = self._recorder.rate(rate, ahead or not plain)
-            if ahead:
-                return
-            if self._factor != self._recovery.rate_factor:
-                self._record_factor()
-            elif before is not None and plain:
-                data = {"before": before, "after": rate, "by": "callback"}
-                self.event("learning_rate", f"{optimizer.name}: {before:.3g} -> {rate:.3g}", data)
-
-    def factor(self, state: Callable[[], TrainState], change: str = "") -> None:
-        """Record the factor of the guard on learning rates if it has changed, as by a `change`.
-
-        Args:
-            state: returns the train state with the current values.
-        """
-        if change or self._factor != self._recovery.rate_factor:
-            self._record_factor(change)
-            self.rate(state(), ahead=True)
-
-    def _record_factor(self, text: str = "") -> None:
-        before, after = self._factor, self._recovery.rate_factor
-        self._factor = after
-        text = text or f"The learning rate is {after:.3g} times the configured rate."
-        data = {"factor_before": before, "factor": after, "by": "guard"}
-        self.event("learning_rate", text, data)

@@ -17,7 +17,7 @@ import numpy as np
 from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
-from keras_nanguard._fit.batchnorm import trained
+from keras_nanguard._fit.batchnorm import unfrozen
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.state_check import HUGE, beyond, checked
@@ -135,14 +135,14 @@ class Monitors:
         first = next(iter(run.ring.snapshots), None)
         if not patience or run.counts.committed < patience or first is None:
             return
-        for layer in trained(run.model):
+        for layer in unfrozen(run.model):
             if _never_moved(layer, first):
                 path, size = layer.moving_mean.path, int(layer.moving_mean.shape[0])
                 yield Finding("statistics", "stuck", path, 0, 0, size, 0.0)
 
     def _leap(self, run: Run) -> Iterator[Finding]:
         """Find settled moving statistics that have grown by orders of magnitude since a check."""
-        for layer in trained(run.model):
+        for layer in unfrozen(run.model):
             for statistic in (layer.moving_mean, layer.moving_variance):
                 now = finiteness.largest(keras_variables.view(statistic))
                 before = self._statistics.get(id(statistic))

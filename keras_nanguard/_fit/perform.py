@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, StateLostError
-from keras_nanguard._core.incident import Incident, Outcome, ended, restored_state
+from keras_nanguard._core.incident import RATE_LEFT, Incident, Outcome, restored_state
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._fit import rollback
@@ -297,7 +297,8 @@ def _ended(context: ActionContext, p: actions.Ending, how: str) -> Done:
     """End training, with the last good state if the action restores it."""
     restores = p.restore
     done = _restore_last_good(context) if restores else Done("no state is restored")
-    return done._replace(text=ended(how, done.text, *_rates_left(context.run, restores)))
+    sentences = (how, done.text, *_rates_left(context.run, restores))
+    return done._replace(text="; ".join(sentences))
 
 
 def _restore_last_good(context: ActionContext) -> Done:
@@ -330,7 +331,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
         rate = run.recovery.rates.get(id(optimizer))
         if rate is None or rate.factor >= 1:
             continue
-        lowered, which = _shown(rate), f"the learning rate of {optimizer.name}"
+        lowered, which = _shown(rate), f"{RATE_LEFT}{optimizer.name}"
         if restore:
             rate.restore(1.0)
             changed.append(f"{which} is reset to {_shown(rate)} (from {lowered})")

@@ -174,7 +174,7 @@ def restore(
     data = {"to": step, "undone": undone, "run_again": len(again)}
     then = f"; {len(again)} steps replayed" if again else ""
     run.recorder.undo(step, again)
-    run.recording.event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+    run.record_event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
     return undone
 
 

@@ -19,7 +19,7 @@ from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.log import GuardLog, RunRecording
+from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
 from keras_nanguard._fit.snapshots import Ring, compact
@@ -29,6 +29,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.policy import Policy
 from keras_nanguard._recording.database import NAME
+from keras_nanguard._recording.recording import EventKind
 
 
 class Run:
@@ -40,9 +41,10 @@ class Run:
         shown: this folder as the user wrote it, for messages and for the paths of bundles.
 
     Attributes:
-        log: what the guard prints and records, in all of its fits.
+        log: what the guard prints, and its incidents, in all of its fits.
         access: host access to the train state and to the guarded step, from the backend.
-        recorder: the recording of `log`; `recording` adds what this run knows.
+        recorder: records all fits of the guard.
+        push: records the measurements of one step; see `Recorder.push`.
         history, recent, ring: measurements, batches and snapshots of the steps so far.
         agreement: how several processes that train together make one decision.
         due: when the tasks between two steps are due.
@@ -74,8 +76,8 @@ class Run:
         self.attach(StateAccess())
         self.state_check = StateCheck(policy)
         self.counts, self.recovery = Counts(), Recovery()
-        self.recorder = log.recorder
-        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
+        self.recorder, self.push = log.recorder, log.recorder.push
+        self._factor = self.recovery.rate_factor  # the last recorded one, or that of a resumed run
         self.history = History()
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
@@ -137,7 +139,7 @@ class Run:
             resumed=resumed,
             epoch=self.counts.epoch,
         )
-        self.recording = RunRecording(self.recorder, self.counts, self.recovery)
+        self._factor = self.recovery.rate_factor
 
     def stop(self, log_worst_metrics: bool) -> None:
         """End training; the epoch may have to log the worst metrics."""
@@ -241,6 +243,50 @@ class Run:
         needed, free = memory.readable(size), memory.readable(memory.room())
         line = f"NanGuard: {what}: a copy takes {needed}, and {free} of memory are free."
         self.say_once(what, line)
+
+    # What is recorded
+
+    def record_epoch(self) -> None:
+        """Record the epoch of the steps from the current one on."""
+        counts = self.counts
+        self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
+
+    def record_event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
+        """Record an event at the current step."""
+        self.recorder.event(kind, self.step, self.counts.epoch, text, data)
+
+    def record_rate(self, ahead: bool = False) -> None:
+        """Record the learning rate of the first optimizer, for the last step or for the next one
+        (`ahead`). A rate that is a custom function is not read.
+        """
+        optimizers = self.train_state().optimizers
+        for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
+            rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+            if rate is None:
+                return
+            plain = keras_optimizers.rate_variable(optimizer) is not None
+            before = self.recorder.rate(rate, ahead or not plain)
+            if ahead:
+                return
+            if self._factor != self.recovery.rate_factor:
+                self._record_change()
+            elif before is not None and plain:
+                data = {"before": before, "after": rate, "by": "callback"}
+                text = f"{optimizer.name}: {before:.3g} -> {rate:.3g}"
+                self.record_event("learning_rate", text, data)
+
+    def record_factor(self, change: str = "") -> None:
+        """Record the factor of the guard on learning rates if it has changed, as by a `change`."""
+        if change or self._factor != self.recovery.rate_factor:
+            self._record_change(change)
+            self.record_rate(ahead=True)
+
+    def _record_change(self, text: str = "") -> None:
+        before, after = self._factor, self.recovery.rate_factor
+        self._factor = after
+        text = text or f"The learning rate is {after:.3g} times the configured rate."
+        data = {"factor_before": before, "factor": after, "by": "guard"}
+        self.record_event("learning_rate", text, data)
 
     # The changes of the policy, for the next fit and for another process
 

@@ -89,7 +89,7 @@ class Session:
             counts.skip_batch()
             skipped += 1
         if skipped:
-            self.run.recording.place()
+            self.run.record_epoch()
         return skipped
 
     def before(self, written: bool = True) -> None:
@@ -135,7 +135,7 @@ class Session:
         """
         run = self.run
         run.counts.begin_epoch(epoch)
-        run.recording.place()
+        run.record_epoch()
         self.tasks.begin_epoch(run.step)
         if self.start.before_epoch(epoch):
             self.before()
@@ -241,11 +241,11 @@ class Session:
             if run.replacements > replacements:  # later steps ran on another state
                 counts.refuse(end - counts.step)
                 for refused in range(counts.step, end):
-                    run.recording.push(refused, nan, nan, nan, REFUSED)
+                    run.push(refused, nan, nan, nan, REFUSED)
                 break
             if verdict.halted or (run.stopped and verdict.refused):
                 counts.refuse()
-                run.recording.step(verdict, REFUSED)
+                run.push(counts.step, *verdict.recorded, REFUSED)
             else:
                 self._judge(verdict, reports.get(verdict.step))
             counts.advance()
@@ -280,7 +280,7 @@ class Session:
         counts.commit()
         updated = verdict.weights + verdict.slots
         run.history.push(step, loss, gradients, scale, verdict.statistics, updated)
-        run.recording.push(step, loss, gradients, scale)
+        run.push(step, loss, gradients, scale)
         run.recent.push(step, arguments)
         if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
             run.due.plan("checks", step + 1)

@@ -42,7 +42,7 @@ class Tasks:
         run = self.run
         if run.began and not run.stopped:
             with run.access.variables_readable():
-                run.recording.rate(run.train_state())
+                run.record_rate()
         return inf
 
     def continue_changes(self) -> float:
@@ -50,9 +50,8 @@ class Tasks:
         run = self.run
         if run.counts.last_refused:
             return run.step + 1 if run.recovery.active else inf
-        state = run.train_state()
-        left = run.recovery.after_good_step(run.counts.committed, state)
-        run.recording.factor(lambda: state)
+        left = run.recovery.after_good_step(run.counts.committed, run.train_state())
+        run.record_factor()
         return run.step + left
 
     def check(self) -> float | None:
@@ -61,7 +60,7 @@ class Tasks:
         with run.access.variables_readable():
             # A value that is spread is read by all processes at once.
             if run.recorder.wants_rate and processes.count() == 1:
-                run.recording.rate(run.train_state())
+                run.record_rate()
             findings = run.agreement.between_steps(self.monitors.look(run, low_scale))
         if findings and self.incidents.handle(incident_of(run, findings)).replays:
             return None  # the last steps run again
@@ -98,7 +97,7 @@ class Tasks:
         if taken is None:
             return None
         if taken:
-            run.recording.event("snapshot")
+            run.record_event("snapshot")
         run.due.plan("verify_snapshots", self.verify_snapshots())
         return step + run.policy.snapshot.every
 

@@ -29,7 +29,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -159,8 +159,8 @@ class Fit:
 
     Args:
         cut_short: called once when it ends by an exception, or is found to have ended.
-        around: functions that return the context in which all callbacks run a method, from the
-            arguments of the method, by its name.
+        before, after: functions by the name of a method of the list: called with its arguments
+            before it, and after it unless it raises.
 
     Attributes:
         known: whether it was called by a `CallbackList`, not by hand.
@@ -170,11 +170,12 @@ class Fit:
         self,
         callbacks: Any,
         cut_short: Callable[[], None],
-        around: Mapping[str, Callable[..., AbstractContextManager[None]]],
+        before: Mapping[str, Callable[..., Any]],
+        after: Mapping[str, Callable[..., Any]],
     ):
         self.known = callbacks is not None
         self._list: Callable[[], Any] = weakref.ref(callbacks) if self.known else lambda: None
-        self._cut_short, self._around = cut_short, around
+        self._cut_short, self._before, self._after = cut_short, before, after
         self._by_hand = False
         if self.known:
             self._death = weakref.finalize(callbacks, cut_short)
@@ -234,7 +235,8 @@ class Fit:
                 overrides.unset_instance(callbacks, name)
 
     def _watched(self, name: str) -> Callable[..., Any]:
-        find, cut_short, around = self._list, self._cut_short, self._around.get(name)
+        find, cut_short = self._list, self._cut_short
+        before, after = self._before.get(name), self._after.get(name)
         kind = type(find())
         plain = getattr(kind, name)
         is_stock = kind is keras.callbacks.CallbackList and plain is _BATCH_END
@@ -243,8 +245,12 @@ class Fit:
             if is_stock and not _acts_after_batches(find()):
                 return None
             try:
-                with around(*args, **kwargs) if around is not None else nullcontext():
-                    return plain(find(), *args, **kwargs)
+                if before is not None:
+                    before(*args, **kwargs)
+                result = plain(find(), *args, **kwargs)
+                if after is not None:
+                    after(*args, **kwargs)
+                return result
             except BaseException:
                 cut_short()
                 raise

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_nanguard._core.display import TableReport
-from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
+from keras_nanguard._core.errors import GuardError, as_words, expected, no_model, require_keras_3
 from keras_nanguard._core.plain_values import times
-from keras_nanguard._core.variable_names import as_words
 from keras_nanguard._files.live import is_model
 from keras_nanguard._files.problems import SEVERITIES
 from keras_nanguard._lint import rules_compiled, rules_layers  # noqa: F401  they add their rules

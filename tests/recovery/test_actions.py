@@ -819,6 +819,21 @@ class TestRecalibrateBatchnorm:
         assert status == "skipped" and words.startswith("the model cannot run on the arguments of a step: ")
         assert np.isfinite(model.layers[0].moving_mean.numpy()).all()
 
+    @pytest.mark.requires_backend("jax", "torch", reason="TensorFlow has no such names")
+    @pytest.mark.parametrize("names", [["norm[1]"], ["norm[1]", "norm"]])
+    def test_a_name_that_reads_as_a_pattern(self, names):
+        """Its own layer is re-estimated, not those that the pattern matches."""
+        norms = [layers.BatchNormalization(name=name) for name in names]
+        model = keras.Sequential([keras.Input((6,)), *norms, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        x = np.random.default_rng(0).standard_normal((48, 6)).astype("float32") * 3.0 + 5.0
+        x[40:] = np.nan
+        guard = acting({"recalibrate_batchnorm": {"batches": 4}})
+        model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[guard])
+        each = f"{2 * len(names)} statistics re-estimated from the last 4 good steps"
+        assert [o[1:] for o in outcomes(guard, "recalibrate_batchnorm")] == [("done", each)]
+        np.testing.assert_allclose(norms[0].moving_mean.numpy(), x[8:40].mean(0), rtol=1e-4)
+
     def test_skipped(self):
         """Frozen layers keep their statistics: nothing to estimate, nothing reset."""
         guard = acting("recalibrate_batchnorm")
@@ -877,6 +892,20 @@ class TestStop:
         assert run.model.stop_training and guard.session.run.step == 7
         assert "the state after 4 steps restored, and 3 later steps replayed" in outcomes(guard, "stop")[0][2]
         np.testing.assert_allclose(run.model.layers[0].kernel.numpy(), kept["k"], rtol=0 if zoo.BACKEND == "tensorflow" else 1e-5)
+
+    def test_not_restored(self, monkeypatch, capsys):
+        """The line has the whole error, and not what follows it."""
+
+        def fails(*args):
+            raise RuntimeError("no memory; try again")
+
+        monkeypatch.setattr("keras_nanguard._fit.rollback.restore", fails)
+        monkeypatch.setattr("keras_nanguard._report.console.WIDTH", 400)
+        guard = acting("lower_lr", "stop")
+        guard.verbose = 1
+        train(guard, callbacks=[At(s6=lambda m: corrupt(m.layers[0].kernel))])
+        assert "try again; the learning rate of adam is reset to" in outcomes(guard, "stop")[0][2]
+        assert "; the state after 4 steps not restored: RuntimeError: no memory; try again." in capsys.readouterr().out
 
     def test_left(self):
         """Without `restore` nothing changes; after a refused step there is nothing to restore."""

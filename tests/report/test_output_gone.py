@@ -48,9 +48,9 @@ class Closed(Full):
     flush = write
 
 
-def trained(guard, epochs=2):
+def trained(guard, epochs=2, callbacks=()):
     data = zoo.regression().with_poison([3, 7])
-    run = zoo.run(zoo.plain, data, guard=guard, epochs=epochs)
+    run = zoo.run(zoo.plain, data, guard=guard, epochs=epochs, callbacks=callbacks)
     assert guard.session.run.counts.refused == 2 * epochs and len(guard.incidents) == 2 * epochs
     assert zoo.bad_entries(run.model) == []
     return run
@@ -97,13 +97,14 @@ def test_recording(monkeypatch, tmp_path, where, capsys):
     assert len(guard.recording.steps["loss"]) == 28
 
 
+@pytest.mark.parametrize("at_first", [0, 1])
 @pytest.mark.parametrize("verbose", [0, 1])
-def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys, verbose):
-    """Still in `guard.incidents`; with `verbose=0` no line reports it, or its missing bundle."""
+def test_incident_that_cannot_be_recorded(monkeypatch, tmp_path, capsys, verbose, at_first):
+    """Still in `guard.incidents`; with `verbose=0`, also if it is set during a fit, no line reports it, or its missing bundle."""
     monkeypatch.setattr(Incident, "to_json", lambda self: 1 / 0)
     monkeypatch.setattr(Incident, "to_dict", lambda self: 1 / 0)
-    guard = NanGuard(directory=tmp_path, verbose=verbose)
-    trained(guard)
+    guard = NanGuard(directory=tmp_path, verbose=at_first)
+    trained(guard, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=lambda logs: setattr(guard, "verbose", verbose))])
     said = capsys.readouterr().out
     reports = [f"NanGuard: {what}: ZeroDivisionError" for what in ("cannot record an incident", "no bundle was written")]
     assert all(report in said for report in reports) if verbose else said == ""
