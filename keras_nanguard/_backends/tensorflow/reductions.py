@@ -13,8 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.rules import Operations
-from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import TrainState
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """The operations for the rules of the transaction."""
@@ -124,18 +122,3 @@ def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
     if tensor.dtype.is_complex:
         return test(tf.math.real(tensor)) & test(tf.math.imag(tensor))
     return test(tensor)
-
-
-def update_sums(train_state: TrainState, records: Sequence[Any], dtype: Any) -> list[Any]:
-    """Return the sums over updated weights and slots; entries are read if one is not finite."""
-    weights = keras_variables.unique(v for r in records for v in r.variables)
-    written = {id(v) for r in records for v in r.optimizer.variables}
-    slots = [v for v in train_state.slots if id(v) in written]
-    parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
-    sums = [total(part, dtype) for part in parts]
-
-    def checked() -> list[Any]:
-        finite = all_finite([*parts[0], *parts[1]])
-        return [settled(s, finite) for s in sums]
-
-    return list(tf.cond(tf.math.is_finite(add(sums, dtype)), lambda: list(sums), checked))

@@ -248,10 +248,24 @@ class ReplicaTrace:
 
 
 def commit(measured: Measured) -> list[Any]:
-    """Run the deferred updates; return the sums over weights and slots."""
+    """Run the deferred updates; return the sums over weights and slots. Their entries are read if a
+    sum is not finite.
+    """
     measured.updates.run()
     found, dtype = measured.inspected, measured.scale.dtype
-    return reductions.update_sums(found.train_state, found.body.seen.records, dtype)
+    records = found.body.seen.records
+    weights = keras_variables.unique(v for r in records for v in r.variables)
+    written = {id(v) for r in records for v in r.optimizer.variables}
+    slots = [v for v in found.train_state.slots if id(v) in written]
+    parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
+    sums = [reductions.total(part, dtype) for part in parts]
+
+    def checked() -> list[Any]:
+        finite = reductions.all_finite([*parts[0], *parts[1]])
+        return [reductions.settled(s, finite) for s in sums]
+
+    trusted = tf.math.is_finite(reductions.add(sums, dtype))
+    return list(tf.cond(trusted, lambda: list(sums), checked))
 
 
 def refuse(found: Inspected, loss: Any, gradients: Any, halted: Any, is_alone: bool) -> None:
