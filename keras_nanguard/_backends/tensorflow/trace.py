@@ -138,7 +138,9 @@ class StepTrace(intercept.Intercept):
         logs = [] if transaction.model is None else components(outputs)
 
         def committed() -> list[Any]:
-            return [*self._commit(measured, numbers), *map(tf.identity, logs)]
+            now = transaction.immediate
+            sums = [numbers.weights, numbers.slots] if now else self._update(measured)
+            return [*sums, *map(tf.identity, logs)]
 
         def refused() -> list[Any]:
             return [*self._refuse(measured, numbers, halted), *map(tf.identity, logs)]
@@ -164,12 +166,6 @@ class StepTrace(intercept.Intercept):
         sums = [reductions.add(s, scale.dtype) for s in zip(*(one.sums for one in measured))]
         loss, gradients, statistics, weights, slots = (reductions.settled(s, finite) for s in sums)
         return Verdict(False, loss, gradients, statistics, weights, slots, scale)
-
-    def _commit(self, measured: Sequence[Measured], numbers: Verdict) -> list[Any]:
-        """Run the deferred updates; return the sums over weights and slots."""
-        if self.transaction.immediate:
-            return [numbers.weights, numbers.slots]
-        return self._update(measured)
 
     def _refuse(self, measured: Sequence[Measured], numbers: Verdict, halted: Any) -> list[Any]:
         """Restore the state, if bad steps are refused; return the sums over weights and slots."""
