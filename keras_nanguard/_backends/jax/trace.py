@@ -164,7 +164,7 @@ class StepTrace:
         verdict, counts = self._judged(facts, early[:losses], early[losses:])
         # Only the update shows whether such gradients make an optimizer's state overflow. A step
         # that is refused although it is finite is decided by another run (`Transaction.finish`).
-        may_commit: Any = ~verdict.refused & (verdict.gradients < rules.SUM_LIMIT)
+        may_commit: Any = ~verdict.refused & (verdict.gradients < reductions.SUM_LIMIT)
         late = second(may_commit, between)
         values = jax.tree_util.tree_unflatten(structure, [*early, *late])
         after = self._update_sums(values.new)
@@ -261,7 +261,7 @@ class StepTrace:
         rows = [n for n, (site, *_) in enumerate(facts.places) if site == "gradients"]
         if rows:  # the square of 1e20 overflows in float32, although 1e20 does not
             bad = jnp.any(counts[rows[0] : rows[-1] + 1] > 0)
-            bounded = jnp.minimum(sums["gradients"], rules.SUM_LIMIT)
+            bounded = jnp.minimum(sums["gradients"], reductions.SUM_LIMIT)
             sums["gradients"] = jnp.where(bad, sums["gradients"], bounded)
         finite = reductions.all_finite(sums.values())
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, [self.scale], self.halt)
