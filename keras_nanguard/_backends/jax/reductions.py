@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_nanguard._backends.shared.rules import Operations
+from keras_nanguard._core.finiteness import is_inexact
 
 try:
     from jax import shard_map
@@ -55,12 +56,6 @@ def select(condition: Any, one: Any, other: Any) -> Any:
     if isinstance(condition, jax.core.Tracer):
         return jnp.where(condition, one, other)
     return one if bool(condition) else other
-
-
-def is_inexact(array: Any) -> bool:
-    """Whether entries of this array can be NaN or Inf."""
-    dtype = getattr(array, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def sum_dtype(arrays: Iterable[Any]) -> Any:

@@ -25,6 +25,7 @@ from keras_nanguard._backends.jax.intercept import Intercept, with_metrics
 from keras_nanguard._backends.jax.programs import calls_host, two_parts
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -178,7 +179,7 @@ class StepTrace:
     def _updated_first(self, values: Values, facts: Facts) -> Computed:
         """Return the result of a run whose updates have taken effect."""
         new = values.new
-        read = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
+        read = [i for i in sorted(self.sites) if is_inexact(new[i])]
         places = (*facts.places, *((self.sites[i], self._path(i), new[i].size) for i in read))
         values = values._replace(checked=[*values.checked, *(new[i] for i in read)])
         facts = replace(facts, places=places, selected=set(), updates_first=True)
@@ -226,7 +227,7 @@ class StepTrace:
         changed = {i for i, (a, b) in enumerate(zip(new, leaves)) if a is not b}
         statistics = [(self._path(i), new[i]) for i in self._statistics(changed)]
         of_each = [(id(one.optimizer), *pair) for one in calls.records for pair in one.pairs]
-        of_each = [entry for entry in of_each if reductions.is_inexact(entry[1])]
+        of_each = [entry for entry in of_each if is_inexact(entry[1])]
         gradients = [(v.path, g) for _, g, v in of_each]
         sites = {"outputs": calls.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
@@ -296,7 +297,7 @@ class StepTrace:
         return [
             i
             for i in sorted(changed - self.sites.keys())
-            if id(self.variables[i]) not in apart and reductions.is_inexact(self.old[i])
+            if id(self.variables[i]) not in apart and is_inexact(self.old[i])
         ]
 
     def _update_sums(self, new: Sequence[Any]) -> dict[str, Any]:

@@ -13,18 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.rules import Operations
+from keras_nanguard._core.finiteness import is_inexact
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """The operations for the rules of the transaction."""
 
 LARGE = 1 << 16
 """Elements above which a tensor is summed separately rather than with others of its shape."""
-
-
-def is_inexact(tensor: Any) -> bool:
-    """Whether entries of this tensor or variable can be NaN or Inf."""
-    dtype = tf.as_dtype(tensor.dtype)
-    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def sum_dtype(variables: Iterable[Any]) -> Any:

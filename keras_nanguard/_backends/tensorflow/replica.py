@@ -15,6 +15,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
 from keras_nanguard._backends.tensorflow.updates import Updates
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -233,7 +234,7 @@ class ReplicaTrace:
         checked += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
         for site, part in zip(("weights", "slots"), after):
             checked += [(site, v.path, self.local(v)) for v in part]
-        looked_at = [place for place in checked if reductions.is_inexact(place[2])]
+        looked_at = [place for place in checked if is_inexact(place[2])]
         return Measured(found, sums, scale, losses, looked_at, updates)
 
     def statistics(self, found: Inspected) -> list[Any]:
@@ -241,7 +242,7 @@ class ReplicaTrace:
         state, tolerated = found.train_state, self.transaction.learned.tolerated
         others = self.large_keys(state) | self.keys(state.unjudged) | tolerated
         written = [variable for key, (variable, _) in found.restores.items() if key not in others]
-        return list(filter(reductions.is_inexact, written))
+        return list(filter(is_inexact, written))
 
 
 # Commit or refuse

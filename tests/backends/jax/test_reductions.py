@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_nanguard._backends.jax import reductions
+from keras_nanguard._core.finiteness import is_inexact
 
 SHAPES = [(3,), (1024, 1024), (1100, 1000), (1_050_001,), (7, 150_001), (1, 2, 525_000)]
 """Small sizes, large ones that are multiples of XLA's windows of 32, and others."""
@@ -62,3 +63,12 @@ def test_a_total_is_the_sum_up_to_its_bound(jit):
     assert [float(of(sign * large)) for sign in (1, -1)] == [2.0**126, -(2.0**126)]
     for bad in (np.nan, np.inf, -np.inf):
         assert np.isnan(of(jnp.array([1.0, bad], jnp.float32)))
+
+
+def test_which_entries_can_be_bad():
+    """Those of dtypes that JAX calls inexact; no random keys, gradients of integers and Python numbers."""
+    kinds = [kind for kind in vars(jnp).values() if type(kind) is type(jnp.float32)]
+    arrays = [np.zeros(1, kind.dtype) for kind in kinds]
+    found = [array for array in arrays if is_inexact(array)]
+    assert found == [array for array in arrays if jnp.issubdtype(array.dtype, jnp.inexact)] and len(found) > 6
+    assert not any(map(is_inexact, [jax.random.key(0), np.zeros(2, jax.dtypes.float0), 1.0, None]))
