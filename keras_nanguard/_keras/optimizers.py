@@ -29,7 +29,7 @@ import keras
 
 from keras_nanguard._keras import (
     arrays as keras_arrays,
-    tensors as keras_tensors,
+    tf_variables,
     variables as keras_variables,
 )
 from keras_nanguard._keras.layers import held_by
@@ -43,7 +43,7 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [*map(keras_tensors.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+    return [*map(tf_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
 
 
 def first_values(optimizer: Any) -> dict[int, Any]:
@@ -55,7 +55,7 @@ def first_values(optimizer: Any) -> dict[int, Any]:
     trained = trained_by(optimizer)
     averages = zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained)
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([keras_tensors.unwrapped(v) for v in trained])
+    fresh.build([tf_variables.unwrapped(v) for v in trained])
     slots, first = optimizer.variables, fresh.variables
     pairs = zip(slots, first) if len(slots) == len(first) else ()
     return {id(slot): value for slot, value in (*pairs, *averages)}
