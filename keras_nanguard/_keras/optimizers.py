@@ -12,6 +12,7 @@ Private names of Keras:
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
   that an optimizer was built for, and their moving averages.
+- "Unknown variable": how the error begins that an optimizer raises for any other variable.
 - ``Optimizer._distribution_strategy``: the strategy in which an optimizer was created.
 - The lists of second moments of each optimizer (``_velocities``, ``_u``, ``_accumulators``,
   ``_accumulated_grads``), one for each variable that it trains.
@@ -44,6 +45,11 @@ def inner(optimizer: Any) -> Any:
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
     return [*map(tf_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+
+
+def rejects_variable(error: ValueError) -> bool:
+    """Whether an optimizer raised this error for a variable that it was not built to update."""
+    return "Unknown variable" in str(error)
 
 
 def first_values(optimizer: Any) -> dict[int, Any]:

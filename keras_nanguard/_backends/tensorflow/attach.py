@@ -174,7 +174,7 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         try:
             return super()._with_retraces(call)
         except ValueError as error:
-            if self._freezes or "Unknown variable" not in str(error):  # of an optimizer
+            if self._freezes or not keras_optimizers.rejects_variable(error):
                 raise
         self._freezes = True  # a custom step trains all weights that are not frozen
         self._build()
