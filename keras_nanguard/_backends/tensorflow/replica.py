@@ -156,6 +156,11 @@ class ReplicaTrace:
             if id(variable.handle) not in self.held:
                 self.held[id(variable.handle)] = variable, variable.read_value()
 
+    def note_created(self, variable: Any) -> None:
+        """Store that a variable was created inside the step, and its first value."""
+        self.hold([variable])
+        self.created |= self.keys([variable])
+
     def local(self, variable: Any) -> Any:
         """Return the TensorFlow variable behind a Keras one; any other variable unchanged."""
         return keras_variables.native(variable)

@@ -86,8 +86,7 @@ class StepTrace(intercept.Intercept):
 
     def note_created(self, variable: Any) -> None:
         for replica in self.replicas:
-            replica.hold([variable])
-        self.replicas[0].created |= self.replicas[0].keys([variable])
+            replica.note_created(variable)
         with tf.init_scope():
             self.transaction.run.note_created(variable, variable.numpy())
 
