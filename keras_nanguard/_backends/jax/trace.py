@@ -154,8 +154,9 @@ class StepTrace:
         program, structure, facts = self._trace_body()
         arrays = [*self.old, *jax.tree_util.tree_leaves(tuple(self.args))]
         losses, checked, *_ = (part.num_leaves for part in structure.children())
+        written_elsewhere = self.sites.keys() & facts.changed - facts.updated  # by no optimizer
         parts = None
-        if not (self.transaction.learned.updates_first or self._writes_elsewhere(facts)):
+        if not (self.transaction.learned.updates_first or written_elsewhere):
             parts = two_parts(program, losses + checked)
         if parts is None:
             flat = jaxpr_as_fun(program)(jnp.ones((), bool), *arrays)
@@ -171,10 +172,6 @@ class StepTrace:
         after = self._update_sums(values.new)
         after = {site: jnp.where(may_commit, number, 0) for site, number in after.items()}
         return self._result(values, facts, verdict._replace(refused=~may_commit, **after), counts)
-
-    def _writes_elsewhere(self, facts: Facts) -> bool:
-        """Whether the body writes weights or slots other than by an optimizer."""
-        return bool(self.sites.keys() & facts.changed - facts.updated)
 
     def _updated_first(self, values: Values, facts: Facts) -> Computed:
         """Return the result of a run whose updates have taken effect."""

@@ -140,7 +140,10 @@ class StepTrace(intercept.Intercept):
             return [*sums, *map(tf.identity, logs)]
 
         def refused() -> list[Any]:
-            return [*self._refuse(measured, numbers, halted), *map(tf.identity, logs)]
+            if transaction.refuse:
+                given = numbers.loss, numbers.gradients, halted, len(measured) == 1
+                self.each(lambda replica, one: replica.refuse(one.inspected, *given), measured)
+            return [numbers.weights, numbers.slots, *map(tf.identity, logs)]
 
         weights, slots, *passed = tf.cond(may_commit, committed, refused)
         verdict = numbers._replace(
@@ -163,13 +166,6 @@ class StepTrace(intercept.Intercept):
         sums = [reductions.add(s, scale.dtype) for s in zip(*(one.sums for one in measured))]
         loss, gradients, statistics, weights, slots = (reductions.settled(s, finite) for s in sums)
         return Verdict(False, loss, gradients, statistics, weights, slots, scale)
-
-    def _refuse(self, measured: Sequence[Measured], numbers: Verdict, halted: Any) -> list[Any]:
-        """Restore the state, if bad steps are refused; return the sums over weights and slots."""
-        if self.transaction.refuse:
-            given = numbers.loss, numbers.gradients, halted, len(measured) == 1
-            self.each(lambda replica, one: replica.refuse(one.inspected, *given), measured)
-        return [numbers.weights, numbers.slots]
 
     def _update(self, measured: Sequence[Measured]) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots.
