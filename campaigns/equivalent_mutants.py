@@ -31,7 +31,6 @@ class Explained:
 
 SPEED = "Both ways give the same answer; one of them is faster."
 ABSORBED = "NaN and Inf survive a subtraction as they do an addition, and Python's floats add up five numbers of float32 without overflow."
-ABSORBED_HERE = "NaN and Inf survive a subtraction as they do an addition."
 UNREAD = "It replaces the counts of a step that commits, which are never read."
 
 EXPLAINED: tuple[Explained, ...] = (
@@ -64,20 +63,6 @@ EXPLAINED: tuple[Explained, ...] = (
         'if widen(array[:0] if array.ndim else array).dtype.kind in "fc" and array.size:',
         ('if widen(array[:1] if array.ndim else array).dtype.kind in "fc" and array.size:',),
         "An array of one entry has the dtype of one without any.",
-    ),
-    Explained(
-        "_backends/shared/rules.py",
-        "",
-        "SCALE_DOWN, SUM_LIMIT = 2.0**-100, 2.0**126",
-        ("SCALE_DOWN, SUM_LIMIT = 2.0**-99, 2.0**126", "SCALE_DOWN, SUM_LIMIT = 2.0**-101, 2.0**126"),
-        "Any power of two does by which no sum of parts overflows, and no part of a large entry is lost.",
-    ),
-    Explained(
-        "_backends/shared/rules.py",
-        "bounded_sum",
-        "return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN + part * 0",
-        ("return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN - part * 0",),
-        ABSORBED_HERE,
     ),
     Explained("_policy/policy.py", "Sections", "class Sections(TypedDict, total=False):", (), "Only type checkers read it."),
     Explained(

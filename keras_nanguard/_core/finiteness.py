@@ -42,6 +42,13 @@ def dtype_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
+def is_inexact(tensor: Any) -> bool:
+    """Whether entries of this tensor, array or variable, of NumPy or of any backend, can be NaN or
+    Inf; `False` for what has no dtype.
+    """
+    return is_float(dtype_name(getattr(tensor, "dtype", "")))
+
+
 def is_real(dtype: Any) -> bool:
     """Whether a dtype of NumPy or of any backend is a real float."""
     name = dtype_name(dtype)

@@ -37,7 +37,7 @@ from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.tensors import resizable
+from keras_nanguard._keras.torch_tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1

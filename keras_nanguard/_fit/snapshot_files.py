@@ -38,7 +38,7 @@ from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS, refuse_bomb
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.tensors import resizable
+from keras_nanguard._keras.torch_tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.records import Record
 

@@ -12,6 +12,7 @@ Private names of Keras:
   gradients are accumulated.
 - ``Optimizer._trainable_variables``, ``Optimizer._model_variables_moving_average``: the variables
   that an optimizer was built for, and their moving averages.
+- "Unknown variable": how the error begins that an optimizer raises for any other variable.
 - ``Optimizer._distribution_strategy``: the strategy in which an optimizer was created.
 - The lists of second moments of each optimizer (``_velocities``, ``_u``, ``_accumulators``,
   ``_accumulated_grads``), one for each variable that it trains.
@@ -29,7 +30,7 @@ import keras
 
 from keras_nanguard._keras import (
     arrays as keras_arrays,
-    tensors as keras_tensors,
+    tf_variables,
     variables as keras_variables,
 )
 from keras_nanguard._keras.layers import held_by
@@ -43,7 +44,12 @@ def inner(optimizer: Any) -> Any:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [*map(keras_tensors.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+    return [*map(tf_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+
+
+def rejects_variable(error: ValueError) -> bool:
+    """Whether an optimizer raised this error for a variable that it was not built to update."""
+    return "Unknown variable" in str(error)
 
 
 def first_values(optimizer: Any) -> dict[int, Any]:
@@ -55,7 +61,7 @@ def first_values(optimizer: Any) -> dict[int, Any]:
     trained = trained_by(optimizer)
     averages = zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained)
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([keras_tensors.unwrapped(v) for v in trained])
+    fresh.build([tf_variables.unwrapped(v) for v in trained])
     slots, first = optimizer.variables, fresh.variables
     pairs = zip(slots, first) if len(slots) == len(first) else ()
     return {id(slot): value for slot, value in (*pairs, *averages)}

@@ -11,7 +11,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
-    tensors as keras_tensors,
+    torch_tensors,
     variables as keras_variables,
 )
 from keras_nanguard._keras.variables import unique
@@ -71,7 +71,7 @@ class TrainState:
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         own = filter(keras_variables.is_variable, states)
         modules = [layer for layer in layers if hasattr(layer, "named_modules")]  # on PyTorch
-        buffers, passing = keras_tensors.buffers_of(modules) if modules else ((), ())
+        buffers, passing = torch_tensors.buffers_of(modules) if modules else ((), ())
         other = unique([*model.non_trainable_variables, *own, *buffers], trainable)
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
@@ -101,7 +101,7 @@ class TrainState:
         """Return functions that restore the current values of `unlisted`; none if copies of these
         take too much memory, or if one cannot be read.
         """
-        written = [v for v in self.unlisted if not keras_tensors.is_inference(v)]
+        written = [v for v in self.unlisted if not torch_tensors.is_inference(v)]
         size, others = (sum(map(keras_variables.bytes_of, some)) for some in (written, self.kept))
         if size > _MAX_SHARE * others + _ALWAYS:
             return []

@@ -25,7 +25,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.variable_names import STATISTIC
-from keras_nanguard._keras import arrays as keras_arrays, tensors as keras_tensors
+from keras_nanguard._keras import arrays as keras_arrays, tf_variables, torch_tensors
 from keras_nanguard._keras.overrides import Overrides
 
 VARIABLE = keras.src.backend.Variable
@@ -50,7 +50,7 @@ def unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, 
 
 def native(variable: Any) -> Any:
     """Return the variable of the backend behind a `keras.Variable`; any other one unchanged."""
-    return variable.value if isinstance(variable, VARIABLE) else keras_tensors.unwrapped(variable)
+    return variable.value if isinstance(variable, VARIABLE) else tf_variables.unwrapped(variable)
 
 
 def stored(variable: Any) -> Any:
@@ -180,6 +180,6 @@ def restorer(variable: Any) -> Callable[[], Any]:
         return lambda: write(variable, array)
     if hasattr(variable, "untyped_storage"):  # of torch
         kept = variable.detach().clone()
-        return lambda: keras_tensors.write_tensor(variable.data, kept)
+        return lambda: torch_tensors.write_tensor(variable.data, kept)
     value = variable.read_value()
     return lambda: variable.assign(value)

@@ -38,6 +38,17 @@ def test_iteration_that_a_schedule_sees():
     assert keras_optimizers.rate_before(optimizer) == 0.5
 
 
+def test_an_optimizer_rejects_other_variables():
+    """By the text of its error, which has no class of its own."""
+    dense, optimizer = layers.Dense(1), keras.optimizers.SGD()
+    dense.build((None, 1))
+    optimizer.build([dense.kernel])
+    with pytest.raises(ValueError) as raised:
+        optimizer.apply([keras.ops.ones((1,))], [dense.bias])
+    assert keras_optimizers.rejects_variable(raised.value)
+    assert not keras_optimizers.rejects_variable(ValueError("Expected something else."))
+
+
 def test_snake_case():
     """Class names are written as Keras writes them in the names of objects."""
     names = [name for room in (layers, keras.losses, keras.optimizers) for name in dir(room)]

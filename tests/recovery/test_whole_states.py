@@ -11,7 +11,7 @@ from keras_nanguard import NanGuard, recalibrate
 from keras_nanguard._backends.shared import replay
 from keras_nanguard._diagnose import explainer
 from keras_nanguard._fit import batchnorm, perform
-from keras_nanguard._keras import tensors as keras_tensors, variables as keras_variables
+from keras_nanguard._keras import torch_tensors, variables as keras_variables
 from keras_nanguard.errors import StateLostError
 
 BATCH, STEPS, BAD = 8, 50, range(40, 43)
@@ -136,9 +136,9 @@ class Unwritable:
         backend = keras.backend.backend()
         native = variable.value
         if backend == "torch":
-            real = keras_tensors.write_tensor
+            real = torch_tensors.write_tensor
             guarded = self.guarded(real, lambda tensor, *_: tensor is native)
-            monkeypatch.setattr(keras_tensors, "write_tensor", guarded)
+            monkeypatch.setattr(torch_tensors, "write_tensor", guarded)
         else:
             target = native if backend == "tensorflow" else variable
             monkeypatch.setattr(target, "assign", self.guarded(target.assign, lambda *_: True))

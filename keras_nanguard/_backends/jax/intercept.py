@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_nanguard._backends.jax import reductions
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
@@ -170,7 +170,7 @@ class Intercept(Overrides):
                 self.losses.append(value)
                 leaves = jax.tree_util.tree_leaves(predicted(args, kwargs))
                 named = named_outputs(self.model, [primal(leaf, self.trace) for leaf in leaves])
-                self.outputs += [pair for pair in named if reductions.is_inexact(pair[1])]
+                self.outputs += [pair for pair in named if is_inexact(pair[1])]
             return loss
 
         return compute_loss

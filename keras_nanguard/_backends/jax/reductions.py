@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keras_nanguard._backends.shared.rules import SCALE_DOWN, Operations, bounded_sum
+from keras_nanguard._backends.shared.rules import Operations
+from keras_nanguard._core.finiteness import is_inexact
 
 try:
     from jax import shard_map
@@ -31,6 +32,11 @@ OPERATIONS = Operations(jnp.isfinite, jnp.logical_not, jnp.where, jnp.minimum, j
 LARGE = 1 << 12
 """Elements above which an array is summed separately: copying it to join it with others takes
 longer than another reduction.
+"""
+
+SCALE_DOWN, SUM_LIMIT = 2.0**-100, 2.0**126
+"""Factor for entries before they are summed, and bound of the sum: far below the largest float32,
+3.4e38, and far above every weight.
 """
 
 
@@ -50,12 +56,6 @@ def select(condition: Any, one: Any, other: Any) -> Any:
     if isinstance(condition, jax.core.Tracer):
         return jnp.where(condition, one, other)
     return one if bool(condition) else other
-
-
-def is_inexact(array: Any) -> bool:
-    """Whether entries of this array can be NaN or Inf."""
-    dtype = getattr(array, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def sum_dtype(arrays: Iterable[Any]) -> Any:
@@ -114,11 +114,11 @@ def squares(arrays: Iterable[Any], dtype: Any) -> Any:
 
 
 def total(arrays: Iterable[Any], dtype: Any) -> Any:
-    """Return the sum of all entries, at most `rules.SUM_LIMIT` in magnitude; NaN if one is not
+    """Return the sum of all entries, at most `SUM_LIMIT` in magnitude; NaN if one is not
     finite.
     """
-    part = _sum(map(_parts, _grouped(arrays)), dtype)
-    return bounded_sum(OPERATIONS, part)
+    part, limit = _sum(map(_parts, _grouped(arrays)), dtype), SUM_LIMIT * SCALE_DOWN
+    return jnp.minimum(jnp.maximum(part, -limit), limit) / SCALE_DOWN + part * 0
 
 
 def _parts(array: Any) -> Any:

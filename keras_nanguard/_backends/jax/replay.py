@@ -27,9 +27,10 @@ import numpy as np
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.jax.intercept import Intercept, primal, running_trace
 from keras_nanguard._backends.shared import instrument
-from keras_nanguard._backends.shared.origins import OriginTracker, is_finite, is_float
+from keras_nanguard._backends.shared.origins import OriginTracker, is_finite
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import arrays as keras_arrays, variables as keras_variables
 from keras_nanguard._keras.all_or_none import finish
@@ -140,7 +141,7 @@ class Origins(OriginTracker):
         self.count += 1
         bad = [t for t in outputs if not is_finite(t)]
         if bad:
-            filled = primitive in FILLING and not any(map(is_float, inputs))
+            filled = primitive in FILLING and not any(map(is_inexact, inputs))
             origin = self._inherited(primitive, self._inputs(inputs), bad, filled)
             for tensor in bad:
                 self._keep(tensor, origin)

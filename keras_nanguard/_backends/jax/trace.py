@@ -25,6 +25,7 @@ from keras_nanguard._backends.jax.intercept import Intercept, with_metrics
 from keras_nanguard._backends.jax.programs import calls_host, two_parts
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._core.errors import GuardError, expected
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers
 
@@ -153,8 +154,9 @@ class StepTrace:
         program, structure, facts = self._trace_body()
         arrays = [*self.old, *jax.tree_util.tree_leaves(tuple(self.args))]
         losses, checked, *_ = (part.num_leaves for part in structure.children())
+        written_elsewhere = self.sites.keys() & facts.changed - facts.updated  # by no optimizer
         parts = None
-        if not (self.transaction.learned.updates_first or self._writes_elsewhere(facts)):
+        if not (self.transaction.learned.updates_first or written_elsewhere):
             parts = two_parts(program, losses + checked)
         if parts is None:
             flat = jaxpr_as_fun(program)(jnp.ones((), bool), *arrays)
@@ -164,21 +166,17 @@ class StepTrace:
         verdict, counts = self._judged(facts, early[:losses], early[losses:])
         # Only the update shows whether such gradients make an optimizer's state overflow. A step
         # that is refused although it is finite is decided by another run (`Transaction.finish`).
-        may_commit: Any = ~verdict.refused & (verdict.gradients < rules.SUM_LIMIT)
+        may_commit: Any = ~verdict.refused & (verdict.gradients < reductions.SUM_LIMIT)
         late = second(may_commit, between)
         values = jax.tree_util.tree_unflatten(structure, [*early, *late])
         after = self._update_sums(values.new)
         after = {site: jnp.where(may_commit, number, 0) for site, number in after.items()}
         return self._result(values, facts, verdict._replace(refused=~may_commit, **after), counts)
 
-    def _writes_elsewhere(self, facts: Facts) -> bool:
-        """Whether the body writes weights or slots other than by an optimizer."""
-        return bool(self.sites.keys() & facts.changed - facts.updated)
-
     def _updated_first(self, values: Values, facts: Facts) -> Computed:
         """Return the result of a run whose updates have taken effect."""
         new = values.new
-        read = [i for i in sorted(self.sites) if reductions.is_inexact(new[i])]
+        read = [i for i in sorted(self.sites) if is_inexact(new[i])]
         places = (*facts.places, *((self.sites[i], self._path(i), new[i].size) for i in read))
         values = values._replace(checked=[*values.checked, *(new[i] for i in read)])
         facts = replace(facts, places=places, selected=set(), updates_first=True)
@@ -226,7 +224,7 @@ class StepTrace:
         changed = {i for i, (a, b) in enumerate(zip(new, leaves)) if a is not b}
         statistics = [(self._path(i), new[i]) for i in self._statistics(changed)]
         of_each = [(id(one.optimizer), *pair) for one in calls.records for pair in one.pairs]
-        of_each = [entry for entry in of_each if reductions.is_inexact(entry[1])]
+        of_each = [entry for entry in of_each if is_inexact(entry[1])]
         gradients = [(v.path, g) for _, g, v in of_each]
         sites = {"outputs": calls.outputs, "gradients": gradients, "statistics": statistics}
         checked = [(site, *pair) for site, pairs in sites.items() for pair in pairs]
@@ -261,7 +259,7 @@ class StepTrace:
         rows = [n for n, (site, *_) in enumerate(facts.places) if site == "gradients"]
         if rows:  # the square of 1e20 overflows in float32, although 1e20 does not
             bad = jnp.any(counts[rows[0] : rows[-1] + 1] > 0)
-            bounded = jnp.minimum(sums["gradients"], rules.SUM_LIMIT)
+            bounded = jnp.minimum(sums["gradients"], reductions.SUM_LIMIT)
             sums["gradients"] = jnp.where(bad, sums["gradients"], bounded)
         finite = reductions.all_finite(sums.values())
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, [self.scale], self.halt)
@@ -296,7 +294,7 @@ class StepTrace:
         return [
             i
             for i in sorted(changed - self.sites.keys())
-            if id(self.variables[i]) not in apart and reductions.is_inexact(self.old[i])
+            if id(self.variables[i]) not in apart and is_inexact(self.old[i])
         ]
 
     def _update_sums(self, new: Sequence[Any]) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class OriginTracker:
         numbers = map(self._key, tensors)
         return Inputs(
             [self._parent(tensor) for tensor in tensors],
-            tuple(map(operand, filter(is_float, tensors))),
+            tuple(map(operand, filter(finiteness.is_inexact, tensors))),
             tuple(self._variables[n] for n in numbers if n in self._variables),
         )
 
@@ -275,14 +275,9 @@ def dtype_of(tensor: Any) -> str:
     return finiteness.dtype_name(getattr(tensor, "dtype", ""))
 
 
-def is_float(tensor: Any) -> bool:
-    """Whether entries of this tensor or array can be NaN or Inf."""
-    return finiteness.is_float(dtype_of(tensor))
-
-
 def is_finite(tensor: Any) -> bool:
     """Whether no entry of this tensor or array is NaN or Inf."""
-    return not is_float(tensor) or finiteness.is_finite(keras_arrays.dense(tensor))
+    return not finiteness.is_inexact(tensor) or finiteness.is_finite(keras_arrays.dense(tensor))
 
 
 def operand(tensor: Any) -> Operand:

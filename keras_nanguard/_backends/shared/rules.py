@@ -47,18 +47,6 @@ NUMBERS = Operations(
 """The operations for Python numbers."""
 
 
-SCALE_DOWN, SUM_LIMIT = 2.0**-100, 2.0**126
-"""Factor for entries before they are summed, and bound of the sum: far below the largest float32,
-3.4e38, and far above every weight.
-"""
-
-
-def bounded_sum(ops: Operations, part: Any) -> Any:
-    """Return a sum, limited to `SUM_LIMIT`, from `SCALE_DOWN` of it; NaN if it is not finite."""
-    limit = SUM_LIMIT * SCALE_DOWN
-    return ops.minimum(ops.maximum(part, -limit), limit) / SCALE_DOWN + part * 0
-
-
 def scale_is_valid(ops: Operations, scale: Any) -> Any:
     """Return whether a loss scale is finite and above 0."""
     return ops.isfinite(scale) & (scale > 0)

@@ -10,7 +10,10 @@ In addition to the modules that every backend has:
 | `kernels` | fused kernels for updates on a CPU |
 
 Names that are private to TensorFlow: `FuncGraph._functions` and `Tensor._handle_data`
-(`intercept`), `Tensor._id` and `tensorflow.python.framework.op_callbacks` (`replay`). Without one
-of them the guard trains as before and knows less: a step counts as one without hidden state, a
-variable that is created in a loop of a graph is not restored, or an eager replay records nothing.
+(`intercept`), `Function._autograph` and `Function._jit_compile` (`attach`), `Tensor._id`,
+`Context._rng` of `tensorflow.python.eager.context`, and `tensorflow.python.framework.op_callbacks`
+(`replay`). Without one of these names the guard trains as before and knows less: a step counts as
+one without hidden state, a variable that is created in a loop of a graph is not restored, a
+hand-written step is compiled with AutoGraph and without XLA, a replay advances the eager generator
+without a seed, or records nothing.
 """

@@ -174,7 +174,7 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         try:
             return super()._with_retraces(call)
         except ValueError as error:
-            if self._freezes or "Unknown variable" not in str(error):  # of an optimizer
+            if self._freezes or not keras_optimizers.rejects_variable(error):
                 raise
         self._freezes = True  # a custom step trains all weights that are not frozen
         self._build()
@@ -320,28 +320,35 @@ def _present(value: Any) -> Any:
 class LoopStep(_RetracingAccess, attach.LoopStep):
     """One hand-written step, compiled or not, with its transaction."""
 
-    _build = attach.LoopStep.rebuild
+    @property
+    def _compiles(self) -> bool:
+        """Whether TensorFlow compiles the step."""
+        is_traced = hasattr(self.function, "python_function")
+        return is_traced and not tf.config.functions_run_eagerly()
+
+    def rebuild(self) -> None:
+        super().rebuild()
+        how: dict[str, Any] = {"autograph": False, "reduce_retracing": True}
+        self.signature = self.function.input_signature if self._compiles else None
+        if self.signature is not None:
+            how["input_signature"] = (tuple(self.signature), {})
+        self.compiled = tf.function(self.transaction, **how) if self._compiles else self.transaction
+
+    _build = rebuild
 
     def _transaction(self) -> Transaction:
         written = getattr(self.function, "python_function", None)
-        compiled = written is not None and not tf.config.functions_run_eagerly()
         body = written or self.function
-        if compiled and getattr(self.function, "_autograph", True):
+        if self._compiles and getattr(self.function, "_autograph", True):
             with contextlib.suppress(Exception):  # as `tf.function` does if there is no source
                 body = tf.autograph.to_graph(written)
-        transaction = Transaction(
+        return Transaction(
             lambda args, kwargs: body(*args, **kwargs),
             self.run,
             of_trainer=False,
-            jit=compiled and bool(getattr(self.function, "_jit_compile", None)),
+            jit=self._compiles and bool(getattr(self.function, "_jit_compile", None)),
             refuse=self.run.refuses,
         )
-        how: dict[str, Any] = {"autograph": False, "reduce_retracing": True}
-        self.signature = self.function.input_signature if compiled else None
-        if self.signature is not None:
-            how["input_signature"] = (tuple(self.signature), {})
-        self.compiled = tf.function(transaction, **how) if compiled else transaction
-        return transaction
 
     def _execute(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Executed:
         if self.signature is not None:

@@ -19,12 +19,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_nanguard._backends.tensorflow.reductions import is_inexact
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.tensors import as_keras
+from keras_nanguard._keras.tf_variables import as_keras
 
 _READS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}

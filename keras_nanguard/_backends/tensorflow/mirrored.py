@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.tensorflow.replica import (
-    Body,
     Inspected,
     Measured,
     ReplicaTrace,
@@ -44,21 +43,17 @@ class MirroredTransaction(Transaction):
         merge = tf.distribute.get_replica_context().merge_call
         begun = merge(lambda strategy: self.rows.begin())
         trace = merge(lambda strategy: _MirroredTrace(self, strategy).__enter__())
-
-        def inspected(strategy: Any, body: Any) -> list[Inspected]:
-            return self._inspected(trace, strategy.experimental_local_results(body))
-
-        all_of_them = merge(inspected, args=(trace.run(args),))
-        own = all_of_them[trace.number()]
+        outputs = trace.run(args)
+        found = merge(lambda strategy: self._inspected(trace))[trace.number()]
 
         def end(strategy: Any, measured: Any) -> Any:
             result = trace.decide(None, strategy.experimental_local_results(measured), *begun)
-            whole = tf.nest.map_structure(_whole, *(one.body.args for one in all_of_them))
+            whole = tf.nest.map_structure(_whole, *(replica.args for replica in trace.replicas))
             self.rows.end(result.row, self.refuse)
             self.reports.add(result, whole)
             return result.row
 
-        return own.body.outputs, merge(end, args=(trace.here().measure(own),))
+        return outputs, merge(end, args=(trace.here().measure(outputs, found),))
 
     def trace(self, spec: Any) -> None:
         run = self.model.distribute_strategy.run
@@ -78,15 +73,15 @@ class _MirroredReplica(ReplicaTrace):
         parts = self.strategy.experimental_local_results(super().local(variable))
         return parts[min(self.number, len(parts) - 1)]
 
-    def measure(self, found: Inspected) -> Measured:
+    def measure(self, outputs: Any, found: Inspected) -> Measured:
         """Sum up its part of the step.
 
         Keras averages logs; losses are made to be added up. The sum of squares of the gradients is
         at least that of their sums over the replicas.
         """
-        measured, count = super().measure(found), self.strategy.num_replicas_in_sync
+        measured, count = super().measure(outputs, found), self.strategy.num_replicas_in_sync
         loss, gradients, *others = measured.sums
-        loss = loss if found.body.seen.losses else loss / count
+        loss = loss if self.seen.losses else loss / count
         return replace(measured, sums=[loss, gradients * count, *others])
 
 
@@ -100,16 +95,16 @@ class _MirroredTrace(StepTrace):
         super().__init__(transaction, [_MirroredReplica(transaction, strategy, n) for n in numbers])
         self.strategy = strategy
 
-    def run(self, args: Sequence[Any]) -> Body:
+    def run(self, args: Sequence[Any]) -> Any:
         try:
             return super().run(args)
         except BaseException:
             self.__exit__()
             raise
 
-    def inspect(self, bodies: Sequence[Body]) -> list[Inspected]:
+    def inspect(self) -> list[Inspected]:
         self.__exit__()
-        return super().inspect(bodies)
+        return super().inspect()
 
     def number(self) -> int:
         """Return the number of the calling replica."""
@@ -119,11 +114,14 @@ class _MirroredTrace(StepTrace):
     def here(self) -> ReplicaTrace:
         return self.replicas[self.number()]
 
-    def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    def each(
+        self, function: Callable[[ReplicaTrace, Any], Any], values: Sequence[Any]
+    ) -> list[Any]:
         results: dict[int, Any] = {}
 
         def call() -> None:
-            results[self.number()] = function(values[self.number()])
+            number = self.number()
+            results[number] = function(self.replicas[number], values[number])
 
         self.strategy.extended.call_for_each_replica(call)
         return [results[number] for number in range(len(values))]

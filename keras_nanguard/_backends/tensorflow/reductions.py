@@ -13,20 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.rules import Operations
-from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._keras.train_state import TrainState
+from keras_nanguard._core.finiteness import is_inexact
 
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """The operations for the rules of the transaction."""
 
 LARGE = 1 << 16
 """Elements above which a tensor is summed separately rather than with others of its shape."""
-
-
-def is_inexact(tensor: Any) -> bool:
-    """Whether entries of this tensor or variable can be NaN or Inf."""
-    dtype = tf.as_dtype(tensor.dtype)
-    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def sum_dtype(variables: Iterable[Any]) -> Any:
@@ -124,18 +117,3 @@ def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
     if tensor.dtype.is_complex:
         return test(tf.math.real(tensor)) & test(tf.math.imag(tensor))
     return test(tensor)
-
-
-def update_sums(train_state: TrainState, records: Sequence[Any], dtype: Any) -> list[Any]:
-    """Return the sums over updated weights and slots; entries are read if one is not finite."""
-    weights = keras_variables.unique(v for r in records for v in r.variables)
-    written = {id(v) for r in records for v in r.optimizer.variables}
-    slots = [v for v in train_state.slots if id(v) in written]
-    parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
-    sums = [total(part, dtype) for part in parts]
-
-    def checked() -> list[Any]:
-        finite = all_finite([*parts[0], *parts[1]])
-        return [settled(s, finite) for s in sums]
-
-    return list(tf.cond(tf.math.is_finite(add(sums, dtype)), lambda: list(sums), checked))

@@ -15,6 +15,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import Accesses, StepRecord, Update
 from keras_nanguard._backends.tensorflow.updates import Updates
+from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -56,23 +57,6 @@ class TracedStep(interface.Transaction):
 
 
 @dataclass(frozen=True)
-class Body:
-    """What one run of the body on one replica has done.
-
-    Attributes:
-        seen: its losses and updates.
-        held: `(variable, old value)`, by key, of what it may have written.
-        scales: each optimizer with a loss scale, and its scale and counter before the update.
-    """
-
-    args: Sequence[Any]
-    outputs: Any
-    seen: StepRecord
-    held: Mapping[int, tuple[Any, Any]]
-    scales: Sequence[tuple[Any, Any, Any]]
-
-
-@dataclass(frozen=True)
 class Inspected:
     """What one run of the body has written.
 
@@ -83,7 +67,6 @@ class Inspected:
         accesses: what it reads and writes, if a graph shows it.
     """
 
-    body: Body
     train_state: TrainState
     restores: Mapping[int, tuple[Any, Any]]
     accesses: Accesses | None = None
@@ -112,21 +95,29 @@ class Measured:
 
 
 class ReplicaTrace:
-    """One replica in a trace or an eager run of a step; holds old values while the body runs."""
+    """One replica in a trace or an eager run of a step.
+
+    Attributes:
+        args: the arguments of the body, once it runs.
+        seen: the losses and updates of the body.
+        held: `(variable, old value)`, by key, of what it may have written.
+        scales: each optimizer with a loss scale, and its scale and counter before the update.
+        created: keys of the variables that were created inside the step.
+    """
 
     def __init__(self, transaction: TracedStep):
         self.transaction = transaction
+        self.args: Sequence[Any] = ()
         self.seen = StepRecord()
         self.holds_weights = transaction.immediate and transaction.refuse
         self.train_state = transaction.run.read_train_state()
         self.held: dict[int, tuple[Any, Any]] = {}
         self.scales: list[tuple[Any, Any, Any]] = []
         self.created: set[int] = set()
-        """Keys of the variables that were created inside the step."""
 
-    def run(self, args: Sequence[Any]) -> Body:
-        """Hold the values that the body may write and a refusal restores; run the body."""
-        state = self.train_state
+    def run(self, args: Sequence[Any]) -> Any:
+        """Hold the values that the body may write and a refusal restores; return its outputs."""
+        self.args, state = args, self.train_state
         self.hold([*state.other, *state.metrics, *state.rates])
         self.hold(self.transaction.learned.untracked.values())
         if tf.executing_eagerly():  # a graph shows them
@@ -135,8 +126,7 @@ class ReplicaTrace:
             self.hold([*state.trainable, *state.slots])
         for optimizer in state.optimizers:
             self.note_scale(optimizer)
-        outputs = self.transaction.body(*args)
-        return Body(args, outputs, self.seen, self.held, self.scales)
+        return self.transaction.body(*args)
 
     def on_update(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
@@ -166,6 +156,11 @@ class ReplicaTrace:
             if id(variable.handle) not in self.held:
                 self.held[id(variable.handle)] = variable, variable.read_value()
 
+    def note_created(self, variable: Any) -> None:
+        """Store that a variable was created inside the step, and its first value."""
+        self.hold([variable])
+        self.created |= self.keys([variable])
+
     def local(self, variable: Any) -> Any:
         """Return the TensorFlow variable behind a Keras one; any other variable unchanged."""
         return keras_variables.native(variable)
@@ -180,7 +175,7 @@ class ReplicaTrace:
 
     def known_keys(self, found: Inspected) -> set[int]:
         """Return the keys of all variables of this replica that are known to the step."""
-        scales = (v for o, *_ in found.body.scales for v in keras_optimizers.scales_of(o))
+        scales = (v for o, *_ in self.scales for v in keras_optimizers.scales_of(o))
         return self.large_keys(found.train_state) | found.restores.keys() | self.keys(scales)
 
     # What the graph shows
@@ -194,7 +189,7 @@ class ReplicaTrace:
             start: mark of the graph at which the body begins.
             foreign: keys of the variables of other replicas.
         """
-        accesses = Accesses(graph, start, found.body.seen.boundary, foreign)
+        accesses = Accesses(graph, start, self.seen.boundary, foreign)
         written, learned = accesses.written, self.transaction.learned
         if not self.holds_weights and not self.large_keys(found.train_state).isdisjoint(written):
             raise Retrace(replace(learned, updates_first=True))
@@ -208,12 +203,15 @@ class ReplicaTrace:
 
     # What the step computes
 
-    def measure(self, found: Inspected) -> Measured:
-        """Sum up loss, gradients, written statistics, and weights and slots if they are written."""
-        state, body, transaction = found.train_state, found.body, self.transaction
-        seen = body.seen
+    def measure(self, outputs: Any, found: Inspected) -> Measured:
+        """Sum up loss, gradients, written statistics, and weights and slots if they are written.
+
+        Args:
+            outputs: those of the body.
+        """
+        state, seen, transaction = found.train_state, self.seen, self.transaction
         dtype = reductions.sum_dtype([*state.trainable, *state.slots])
-        losses = seen.losses or transaction.losses(body.outputs)
+        losses = seen.losses or transaction.losses(outputs)
         adapted = transaction.adapts_updates and not tf.executing_eagerly()
         updates = Updates(seen.records, state.optimizers, adapted, transaction.immediate)
         pairs = updates.gradients
@@ -225,7 +223,7 @@ class ReplicaTrace:
             reductions.total(written, dtype),
             *(reductions.total((v.value for v in part), dtype) for part in after),
         ]
-        scales = [tf.cast(scale, dtype) for _, scale, _ in body.scales]
+        scales = [tf.cast(scale, dtype) for _, scale, _ in self.scales]
         scale = rules.common_scale(reductions.OPERATIONS, scales, tf.ones((), dtype))
         paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
         checked = [("outputs", name, tensor) for name, tensor in seen.outputs]
@@ -233,7 +231,7 @@ class ReplicaTrace:
         checked += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
         for site, part in zip(("weights", "slots"), after):
             checked += [(site, v.path, self.local(v)) for v in part]
-        looked_at = [place for place in checked if reductions.is_inexact(place[2])]
+        looked_at = [place for place in checked if is_inexact(place[2])]
         return Measured(found, sums, scale, losses, looked_at, updates)
 
     def statistics(self, found: Inspected) -> list[Any]:
@@ -241,55 +239,64 @@ class ReplicaTrace:
         state, tolerated = found.train_state, self.transaction.learned.tolerated
         others = self.large_keys(state) | self.keys(state.unjudged) | tolerated
         written = [variable for key, (variable, _) in found.restores.items() if key not in others]
-        return list(filter(reductions.is_inexact, written))
+        return list(filter(is_inexact, written))
 
+    # Commit or refuse
 
-# Commit or refuse
+    def commit(self, measured: Measured) -> list[Any]:
+        """Run the deferred updates; return the sums over weights and slots. Their entries are read
+        if a sum is not finite.
+        """
+        measured.updates.run()
+        records, dtype = self.seen.records, measured.scale.dtype
+        weights = keras_variables.unique(v for r in records for v in r.variables)
+        written = {id(v) for r in records for v in r.optimizer.variables}
+        slots = [v for v in measured.inspected.train_state.slots if id(v) in written]
+        parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
+        sums = [reductions.total(part, dtype) for part in parts]
 
+        def checked() -> list[Any]:
+            finite = reductions.all_finite([*parts[0], *parts[1]])
+            return [reductions.settled(s, finite) for s in sums]
 
-def commit(measured: Measured) -> list[Any]:
-    """Run the deferred updates; return the sums over weights and slots."""
-    measured.updates.run()
-    found, dtype = measured.inspected, measured.scale.dtype
-    return reductions.update_sums(found.train_state, found.body.seen.records, dtype)
+        trusted = tf.math.is_finite(reductions.add(sums, dtype))
+        return list(tf.cond(trusted, lambda: list(sums), checked))
 
+    def refuse(
+        self, found: Inspected, loss: Any, gradients: Any, halted: Any, is_alone: bool
+    ) -> None:
+        """Restore the old values, and update each loss scale, given the sums of the verdict; only
+        if the replica is alone, each by the gradients of its own optimizer.
+        """
+        for variable, old in found.restores.values():
+            variable.assign(old)
+        for optimizer, old, steps in self.scales:
+            own = self.of_optimizer(optimizer, gradients) if is_alone else gradients
+            initial = tf.cast(optimizer.initial_scale, old.dtype)
+            numbers = loss, own, old, steps, initial, halted
+            after = rules.learned_scale(reductions.OPERATIONS, *numbers)
+            for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
+                variable.value.assign(value)
 
-def refuse(found: Inspected, loss: Any, gradients: Any, halted: Any, is_alone: bool) -> None:
-    """Restore the old values, and update each loss scale, given the sums of the verdict; only if
-    its replica is alone, each by the gradients of its own optimizer.
-    """
-    for variable, old in found.restores.values():
-        variable.assign(old)
-    for optimizer, old, steps in found.body.scales:
-        own = _of_optimizer(found.body, optimizer, gradients) if is_alone else gradients
-        initial = tf.cast(optimizer.initial_scale, old.dtype)
-        numbers = loss, own, old, steps, initial, halted
-        after = rules.learned_scale(reductions.OPERATIONS, *numbers)
-        for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
-            variable.value.assign(value)
+    def of_optimizer(self, optimizer: Any, gradients: Any) -> Any:
+        """Return the sum over all gradients, 0 if those of this optimizer are finite."""
+        records = self.seen.records
+        if all(record.optimizer is optimizer for record in records):
+            return gradients
+        own = [g for record in records if record.optimizer is optimizer for g, _ in record.pairs]
+        return tf.where(reductions.all_finite(own), tf.zeros_like(gradients), gradients)
 
-
-def _of_optimizer(body: Body, optimizer: Any, gradients: Any) -> Any:
-    """Return the sum over the gradients of all optimizers, 0 if those of this one are finite."""
-    records = body.seen.records
-    if all(record.optimizer is optimizer for record in records):
-        return gradients
-    own = [g for record in records if record.optimizer is optimizer for g, _ in record.pairs]
-    return tf.where(reductions.all_finite(own), tf.zeros_like(gradients), gradients)
-
-
-def look(measured: Measured) -> tuple[Any, Any, Any]:
-    """Return whether all entries but those of outputs are finite, the counts of all, and the row of
-    `StepResult.replicas`.
-    """
-    args = measured.inspected.body.args
-    counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
-    decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)
-    bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
-    finite = reductions.all_finite(measured.losses) & (bad == 0)
-    given = [t for t in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(t)]
-    given_bad = ~finite & ~reductions.all_finite(given)
-    dense = [t for t in tf.nest.flatten(args) if isinstance(t, tf.Tensor) and t.shape.rank]
-    rows = tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
-    blame = [tf.cast(~finite, tf.int64), tf.cast(given_bad, tf.int64), rows]
-    return finite, counts, tf.stack(blame)
+    def look(self, measured: Measured) -> tuple[Any, Any, Any]:
+        """Return whether all entries but those of outputs are finite, the counts of all, and the
+        row of `StepResult.replicas`.
+        """
+        counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
+        decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)
+        bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
+        finite = reductions.all_finite(measured.losses) & (bad == 0)
+        given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if tf.is_tensor(t)]
+        given_bad = ~finite & ~reductions.all_finite(given)
+        dense = [t for t in tf.nest.flatten(self.args) if isinstance(t, tf.Tensor) and t.shape.rank]
+        rows = tf.shape(dense[0], tf.int64)[0] if dense else tf.constant(-1, tf.int64)
+        blame = [tf.cast(~finite, tf.int64), tf.cast(given_bad, tf.int64), rows]
+        return finite, counts, tf.stack(blame)

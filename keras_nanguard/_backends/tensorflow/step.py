@@ -25,7 +25,7 @@ waits for the other: a step adds no report if the queue is full, and the host ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from keras_nanguard._backends.interface import Run
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
 from keras_nanguard._backends.tensorflow.kernels import same_bits
-from keras_nanguard._backends.tensorflow.replica import Body, Inspected, ReplicaTrace, TracedStep
+from keras_nanguard._backends.tensorflow.replica import Inspected, ReplicaTrace, TracedStep
 from keras_nanguard._backends.tensorflow.trace import (
     Places,
     StepResult,
@@ -116,14 +116,14 @@ class Transaction(TracedStep):
         """
         trace = StepTrace(self, [ReplicaTrace(self)])
         with trace:
-            body = trace.run(args)
-        (found,) = self._inspected(trace, [body])
-        return trace.decide(body.outputs, [trace.here().measure(found)], halted, number)
+            outputs = trace.run(args)
+        (found,) = self._inspected(trace)
+        return trace.decide(outputs, [trace.here().measure(outputs, found)], halted, number)
 
-    def _inspected(self, trace: StepTrace, bodies: Sequence[Body]) -> list[Inspected]:
+    def _inspected(self, trace: StepTrace) -> list[Inspected]:
         hidden = trace.graph is not None and has_hidden_state(trace.graph)
         self.learned = replace(self.learned, has_hidden_state=hidden)
-        return trace.inspect(bodies)
+        return trace.inspect()
 
     # For the host, between two runs
 

@@ -14,15 +14,11 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.tensorflow import intercept, reductions
 from keras_nanguard._backends.tensorflow.intercept import StepRecord, Update
 from keras_nanguard._backends.tensorflow.replica import (
-    Body,
     Inspected,
     Measured,
     ReplicaTrace,
     Retrace,
     TracedStep,
-    commit,
-    look,
-    refuse,
 )
 from keras_nanguard._core.verdict import PERIOD, Verdict
 
@@ -76,9 +72,11 @@ class StepTrace(intercept.Intercept):
         """Return the calling replica."""
         return self.replicas[0]
 
-    def each(self, function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-        """Call a function with the value of each replica, on that replica; return the results."""
-        return list(map(function, values))
+    def each(
+        self, function: Callable[[ReplicaTrace, Any], Any], values: Sequence[Any]
+    ) -> list[Any]:
+        """Call a function with each replica and its value, on that replica; return the results."""
+        return list(map(function, self.replicas, values))
 
     def seen(self) -> StepRecord:
         return self.here().seen
@@ -88,26 +86,25 @@ class StepTrace(intercept.Intercept):
 
     def note_created(self, variable: Any) -> None:
         for replica in self.replicas:
-            replica.hold([variable])
-        self.replicas[0].created |= self.replicas[0].keys([variable])
+            replica.note_created(variable)
         with tf.init_scope():
             self.transaction.run.note_created(variable, variable.numpy())
 
-    def run(self, args: Sequence[Any]) -> Body:
-        """Run the body on the calling replica, inside the context."""
+    def run(self, args: Sequence[Any]) -> Any:
+        """Run the body on the calling replica, inside the context; return its outputs."""
         with self.creating():
             return self.here().run(args)
 
-    def inspect(self, bodies: Sequence[Body]) -> list[Inspected]:
-        """Return what the bodies have written, or raise `Retrace` for another mode."""
+    def inspect(self) -> list[Inspected]:
+        """Return what the bodies of the replicas have written; raise `Retrace` for another mode."""
         train_state = self.transaction.run.read_train_state()
         found: list[Inspected] = []
         shared: set[int] = set()
-        for body in bodies:
+        for replica in self.replicas:
             # The first replica handles what all of them share.
-            held = {key: pair for key, pair in body.held.items() if key not in shared}
+            held = {key: pair for key, pair in replica.held.items() if key not in shared}
             shared |= held.keys()
-            found.append(Inspected(body, train_state, held))
+            found.append(Inspected(train_state, held))
         if self.graph is None or not self.transaction.refuse:
             return found
         pairs = list(zip(self.replicas, found))
@@ -130,7 +127,7 @@ class StepTrace(intercept.Intercept):
         transaction, dtype = self.transaction, measured[0].scale.dtype
         finite, counts, replicas = self._examined(measured)
         numbers = self._numbers(measured, finite)
-        scales = [numbers.scale] if measured[0].inspected.body.scales else []
+        scales = [numbers.scale] if self.replicas[0].scales else []
         may_commit = rules.may_commit(reductions.OPERATIONS, finite, scales, halted)
         # Logs pass through the conditional. Without that TensorFlow's graph optimizer multiplies
         # the factors of an update (of the scale of a BatchNormalization) in another order than in a
@@ -138,10 +135,15 @@ class StepTrace(intercept.Intercept):
         logs = [] if transaction.model is None else components(outputs)
 
         def committed() -> list[Any]:
-            return [*self._commit(measured, numbers), *map(tf.identity, logs)]
+            now = transaction.immediate
+            sums = [numbers.weights, numbers.slots] if now else self._update(measured)
+            return [*sums, *map(tf.identity, logs)]
 
         def refused() -> list[Any]:
-            return [*self._refuse(measured, numbers, halted), *map(tf.identity, logs)]
+            if transaction.refuse:
+                given = numbers.loss, numbers.gradients, halted, len(measured) == 1
+                self.each(lambda replica, one: replica.refuse(one.inspected, *given), measured)
+            return [numbers.weights, numbers.slots, *map(tf.identity, logs)]
 
         weights, slots, *passed = tf.cond(may_commit, committed, refused)
         verdict = numbers._replace(
@@ -165,25 +167,12 @@ class StepTrace(intercept.Intercept):
         loss, gradients, statistics, weights, slots = (reductions.settled(s, finite) for s in sums)
         return Verdict(False, loss, gradients, statistics, weights, slots, scale)
 
-    def _commit(self, measured: Sequence[Measured], numbers: Verdict) -> list[Any]:
-        """Run the deferred updates; return the sums over weights and slots."""
-        if self.transaction.immediate:
-            return [numbers.weights, numbers.slots]
-        return self._update(measured)
-
-    def _refuse(self, measured: Sequence[Measured], numbers: Verdict, halted: Any) -> list[Any]:
-        """Restore the state, if bad steps are refused; return the sums over weights and slots."""
-        if self.transaction.refuse:
-            given = numbers.loss, numbers.gradients, halted, len(measured) == 1
-            self.each(lambda one: refuse(one.inspected, *given), measured)
-        return [numbers.weights, numbers.slots]
-
     def _update(self, measured: Sequence[Measured]) -> list[Any]:
         """Run the deferred updates; return the sums over weights and slots.
 
         Raise `Retrace` if the rest of a body depends on them: their graph shows what they access.
         """
-        found = self.each(commit, measured)
+        found = self.each(ReplicaTrace.commit, measured)
         graph = tf.compat.v1.get_default_graph()
         for accesses in filter(None, (one.inspected.accesses for one in measured)):
             if accesses.depend_on(graph):
@@ -197,7 +186,7 @@ class StepTrace(intercept.Intercept):
         places = [(site, path) for one in measured for site, path, _ in one.looked_at]
 
         def looked() -> tuple[Any, Any, Any]:
-            finite, counts, replicas = zip(*self.each(look, measured))
+            finite, counts, replicas = zip(*self.each(ReplicaTrace.look, measured))
             return tf.reduce_all(finite), tf.concat(counts, 0), tf.stack(replicas)
 
         trusted = tf.math.is_finite(tf.add_n([s for one in measured for s in one.sums]))

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.weak import TensorWeakRef
 
 from keras_nanguard._backends.torch.learned import Seen
-from keras_nanguard._keras.tensors import local
+from keras_nanguard._keras.torch_tensors import local
 
 
 class FoundGradients:

@@ -20,7 +20,7 @@ from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.modules import TorchOptimizer, tensors_in
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._backends.torch.updates import Update
-from keras_nanguard._keras.tensors import local
+from keras_nanguard._keras.torch_tensors import local
 
 COMMUNICATING = (
     *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"),

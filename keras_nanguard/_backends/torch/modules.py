@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_nanguard._keras.tensors import TensorVariable, Variables, local
+from keras_nanguard._keras.torch_tensors import TensorVariable, Variables, local
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Any]:

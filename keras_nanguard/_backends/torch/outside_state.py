@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from keras_nanguard._backends.torch.modules import kept_settings
-from keras_nanguard._keras.tensors import local
+from keras_nanguard._keras.torch_tensors import local
 
 
 class OutsideChanges:

@@ -18,7 +18,7 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     variables as keras_variables,
 )
-from keras_nanguard._keras.tensors import TensorVariable, local
+from keras_nanguard._keras.torch_tensors import TensorVariable, local
 from keras_nanguard._keras.train_state import TrainState
 
 

@@ -41,11 +41,11 @@ from keras_nanguard._backends.torch.outside_state import (
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._keras import (
     attributes as keras_attributes,
-    tensors as keras_tensors,
+    torch_tensors,
     variables as keras_variables,
 )
 from keras_nanguard._keras.all_or_none import finish
-from keras_nanguard._keras.tensors import local
+from keras_nanguard._keras.torch_tensors import local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of entries, by their number of bytes."""
@@ -82,7 +82,7 @@ class Kept:
         """Restore the value, unless it is the same."""
         # Torch does not count the writes of a fused optimizer, or through `.data`.
         if self.is_written or self.differs:
-            keras_tensors.write_tensor(self.tensor, self.value)
+            torch_tensors.write_tensor(self.tensor, self.value)
 
 
 class UndoLog:

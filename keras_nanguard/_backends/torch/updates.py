@@ -11,7 +11,7 @@ import torch
 
 from keras_nanguard._backends.torch.modules import settings_of, slots_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
-from keras_nanguard._keras.tensors import local
+from keras_nanguard._keras.torch_tensors import local
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of a torch optimizer that have the hooks of its updates; names private to torch."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -182,6 +184,16 @@ def test_each_sum_alone(what, way):
     zoo.assert_same(state(model), state(plain), 1e-5 if "compiled" in way else 0.0)
     told = {what, "weights", "slots"} if what == "gradients" and way in ("kept", "eager") else {what}
     assert [{finding.site for finding in report.findings()} for report in reports] == [told] * len(bad)
+
+
+@pytest.mark.parametrize("ref", [False, True])
+def test_which_entries_can_be_bad(ref):
+    """Those that TensorFlow calls floating or complex; not those of integers, strings and resources."""
+    kinds = [kind for kind in vars(tf.dtypes).values() if isinstance(kind, tf.DType)]
+    kinds = {kind._as_ref if ref else kind for kind in kinds if kind != tf.variant}
+    found = {kind for kind in kinds if finiteness.is_inexact(SimpleNamespace(dtype=kind))}
+    assert found == {kind for kind in kinds if kind.is_floating or kind.is_complex} and len(found) > 5
+    assert {kind.is_integer for kind in kinds - found} == {True, False}
 
 
 def test_a_complex_entry_may_be_both_nan_and_infinite():
