@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,9 +30,7 @@ class ModelAttachment(attach.Attachment):
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
-        with contextlib.ExitStack() as held:
-            RECORDED_WRITES.hold()
-            held.callback(RECORDED_WRITES.release)
+        with RECORDED_WRITES.held() as held:
             super().attach(in_use)
             self._held = held.pop_all()
 
@@ -111,15 +109,7 @@ class LoopStep(attach.LoopStep):
     transaction: step.Transaction
 
     adapted = staticmethod(adapted)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def watching() -> Iterator[None]:
-        RECORDED_WRITES.hold()
-        try:
-            yield
-        finally:
-            RECORDED_WRITES.release()
+    watching = staticmethod(RECORDED_WRITES.held)
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

@@ -21,7 +21,7 @@ from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_u
 from keras_nanguard._backends.torch.learned import Learned, Seen
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.step_context import StepContext
-from keras_nanguard._backends.torch.undo_log import is_undone_as_a_whole
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, is_undone_as_a_whole
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -52,7 +52,7 @@ class UpdateGate(Recorder):
 
     def watch(self, stack: contextlib.ExitStack) -> None:
         """Record what an eager body writes until the stack ends."""
-        stack.enter_context(self._context.log)
+        stack.enter_context(RECORDED_WRITES.entered(self._context.log))
         if self._context.step.may_undo_update:
             self.late_writes.wait(stack)
 

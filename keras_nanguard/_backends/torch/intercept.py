@@ -70,8 +70,7 @@ class Intercept:
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
                 if self._notes_backward:
-                    BACKWARD_PASSES.enter(recorder)
-                    stack.callback(BACKWARD_PASSES.leave, recorder)
+                    stack.enter_context(BACKWARD_PASSES.entered(recorder))
                 yield
         finally:
             del self._recorder  # it refers to the run of the step

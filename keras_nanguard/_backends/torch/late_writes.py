@@ -63,8 +63,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         ends the watch.
         """
         self._waiting = stack
-        _KERAS_UPDATES.enter(self)
-        stack.callback(_KERAS_UPDATES.leave, self)
+        stack.enter_context(_KERAS_UPDATES.entered(self))
         stack.callback(register_optimizer_step_pre_hook(self._before_torch_update).remove)
 
     def begin(self) -> None:

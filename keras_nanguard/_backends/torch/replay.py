@@ -42,7 +42,7 @@ from keras_nanguard._backends.torch.modules import (
 )
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
@@ -56,14 +56,6 @@ FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_fu
 
 class _Local(TorchDispatchMode):  # type: ignore[misc]
     """Runs steps in this thread without communication; raises a `RuntimeError` if they need it."""
-
-    def __enter__(self) -> Any:
-        _UNWRAPPED.enter(self)
-        return super().__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
-        _UNWRAPPED.leave(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COMMUNICATING:
@@ -252,7 +244,7 @@ def _undone(
     try:
         for tensor, grad in grads:
             tensor.grad = None if grad is None else at_first(grad)
-        with undo_log:
+        with RECORDED_WRITES.entered(undo_log):
             yield
     finally:
         for tensor, grad in grads:
@@ -312,8 +304,7 @@ class Replay(interface.Replay):
         """
         recorder = ReplayRecorder(model, immediate)
         with contextlib.ExitStack() as stack:
-            _WITHOUT_ERROR.enter(recorder)
-            stack.callback(_WITHOUT_ERROR.leave, recorder)
+            stack.enter_context(_WITHOUT_ERROR.entered(recorder))
             recorder.late_writes.wait(stack)
             stack.enter_context(Intercept(model, optimizers).recording(recorder))
             yield recorder
@@ -326,8 +317,11 @@ class Replay(interface.Replay):
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
         undo_log = UndoLog(_natives(variables), is_replay=True)
-        local = contextlib.nullcontext() if place()[1] == 1 else _Local()
-        with _undone(undo_log, variables, lambda grad: None), local:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_undone(undo_log, variables, lambda grad: None))
+            if place()[1] > 1:
+                stack.enter_context(_UNWRAPPED.entered(undo_log))
+                stack.enter_context(_Local())
             yield
 
     @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Kept:
 
 
 class UndoLog:
-    """The undo log of one step; a context in which writes are recorded.
+    """The undo log of one step. Writes are recorded in it inside of `RECORDED_WRITES.entered`.
 
     `of` keeps what has to be kept before the step, the methods `keep*` what is about to be written,
     and `give_back` restores all of it.
@@ -217,13 +217,6 @@ class UndoLog:
     def written(self) -> list[Any]:
         """The kept tensors that were, or may have been, written."""
         return [kept.tensor for kept in self.kept.values() if kept.is_written]
-
-    def __enter__(self) -> UndoLog:
-        RECORDED_WRITES.enter(self)
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        RECORDED_WRITES.leave(self)
 
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
