@@ -254,27 +254,29 @@ class Replay:
         """
         raise NotImplementedError
 
-    def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
-        """Restore these variables, and the random generators, at the end.
+    def preserved(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> AbstractContextManager[None]:
+        """Restore these variables, the random generators, and what optimizers keep outside of
+        Keras, at the end.
+
+        Args:
+            model: the model of the step, or `None`; its layers may have further optimizers.
+            optimizers: those of the step.
 
         Raises:
             StateLostError: if one of them could not be restored; all others are.
         """
         raise NotImplementedError
 
-    def restoring_side_effects(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+    def restoring_side_effects(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> AbstractContextManager[None]:
         """Restore at the end what steps write outside of these variables: the backend's random
-        generators, and gradients, schedulers and scalers of torch.
+        generators, and gradients, buffers, modes, optimizers, schedulers and scalers of torch.
+        Arguments as in `preserved`.
         """
         return nullcontext()
-
-    def optimizer_restorers(
-        self, model: Any, optimizers: Iterable[Any]
-    ) -> list[Callable[[], None]]:
-        """Return functions that restore what the optimizers of a step keep outside of Keras, those
-        in attributes of the model's layers included.
-        """
-        return []
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return the given rows of a tensor or an array; other values are returned unchanged."""

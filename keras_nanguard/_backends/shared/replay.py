@@ -88,9 +88,8 @@ def preserved(
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
     with _ONE_REPLAY:
         called = [] if model is None else keras_attributes.called_by_step(model)
-        held = replay.optimizer_restorers(model, optimizers)
-        others = keras_attributes.python_state_restored(called, held)
-        with others, replay.preserved((*variables, *seeds)):
+        others = keras_attributes.python_state_restored(called)
+        with others, replay.preserved((*variables, *seeds), model, optimizers):
             yield
 
 

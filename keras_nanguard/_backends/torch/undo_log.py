@@ -235,7 +235,7 @@ class UndoLog:
         """Restore everything.
 
         Args:
-            halfway: whether the step has raised, so that it has not set back its modes itself.
+            halfway: whether modes, too: a step that has raised has not set them back itself.
 
         Raises:
             StateLostError: if a part could not be restored; all others are.
