@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import torch
 
 from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.modules import adapted
+from keras_nanguard._backends.torch.modules import TorchModule
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
@@ -108,8 +110,16 @@ class LoopStep(attach.LoopStep):
 
     transaction: step.Transaction
 
-    adapted = staticmethod(adapted)
     watching = staticmethod(RECORDED_WRITES.held)
+
+    @staticmethod
+    def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        if isinstance(model, torch.nn.Module) and not isinstance(model, keras.layers.Layer):
+            model = TorchModule(model)
+        paths = {id(v.value): v.path for v in model.variables}
+        kind = torch.optim.Optimizer
+        made = [TorchOptimizer(o, paths) if isinstance(o, kind) else o for o in optimizers]
+        return model, tuple(made)
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from keras_nanguard._backends.torch.modules import kept_settings
+from keras_nanguard._backends.torch.optimizers import kept_settings
 from keras_nanguard._keras.tensors import local
 
 

@@ -37,8 +37,8 @@ from keras_nanguard._backends.torch.modules import (
     TorchModule,
     is_sharded,
     replaceable_buffers,
-    unlisted_optimizers,
 )
+from keras_nanguard._backends.torch.optimizers import unlisted_optimizers
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import settings_of, slots_of
+from keras_nanguard._backends.torch.optimizers import settings_of, slots_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.tensors import local
 
