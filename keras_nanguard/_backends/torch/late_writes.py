@@ -92,7 +92,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
     @contextlib.contextmanager
     def during(self, update: Update) -> Iterator[None]:
         """Do not watch an update inside of this context, unless it calls the user's code."""
-        self._is_paused, self._updating = not update.has_hooks, update.optimizer
+        self._is_paused, self._updating = not update.has_hooks, update.of_torch
         try:
             yield
         finally:
@@ -108,7 +108,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         """Keep what an optimizer of torch is about to write that only the body knows, or that
         another one wraps. One of other tensors is part of the computation, as in meta-learning.
         """
-        if self not in _KERAS_UPDATES.inside() or optimizer is getattr(self._updating, "of", None):
+        if self not in _KERAS_UPDATES.inside() or optimizer is self._updating:
             return
         adapted = TorchOptimizer(optimizer, {})
         parameters = list(map(local, adapted.parameters))

@@ -50,7 +50,7 @@ class Modes:
         # A frozen scripted module has no mode.
         self._modules = [module for module in modules if hasattr(module, "training")]
 
-    def held(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         """Return a function that restores the current modes."""
         is_enabled = torch.is_grad_enabled()
         training = [module.training for module in self._modules]

@@ -18,7 +18,7 @@ def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
-def kept_settings(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+def settings_restorer(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
     """Return a function that restores the current settings of these groups of parameters."""
     groups = list(groups)
     kept = settings_of(groups)
@@ -44,8 +44,8 @@ class Rate:
     def value(self) -> float:
         return max(float(group["lr"]) for group in self.of.param_groups)
 
-    def held(self) -> Callable[[], None]:
-        return kept_settings(self.of.param_groups)
+    def restorer(self) -> Callable[[], None]:
+        return settings_restorer(self.of.param_groups)
 
     def assign(self, value: float) -> None:
         before = self.value
@@ -113,12 +113,12 @@ class TorchOptimizer:
     def _path_of(self, parameter: Any) -> str:
         return self._paths.get(id(local(parameter)), "a parameter")
 
-    def held(self, copies: bool = True) -> Callable[[], None]:
+    def restorer(self, copies: bool = True) -> Callable[[], None]:
         """Return a function that restores the current state, including plain numbers and missing
         entries, the settings of groups, and numbers and tensors in attributes; `copies`: also the
         values of the tensors in the state.
         """
-        state, restore_settings = self.of.state, kept_settings(self.of.param_groups)
+        state, restore_settings = self.of.state, settings_restorer(self.of.param_groups)
         before = _copied(state)
         values = [slots for slots in before.values() if not isinstance(slots, dict)]
         if copies:
@@ -144,7 +144,7 @@ class TorchOptimizer:
         if self.of.state:
             return
         params = [p for p in self.parameters if p.requires_grad]
-        grads, restore_rates = [p.grad for p in params], self._learning_rate.held()
+        grads, restore_rates = [p.grad for p in params], self._learning_rate.restorer()
         try:
             self._learning_rate.assign(0.0)
             for p in params:
@@ -206,7 +206,7 @@ def unlisted_optimizers(layers: Iterable[Any], known: Iterable[Any]) -> list[Tor
     """Return adapters of further optimizers of torch in attributes of these layers, and of known
     optimizers, which may wrap them; without those whose state a known one shows.
     """
-    adapted = [optimizer.of for optimizer in known if hasattr(optimizer, "of")]
+    adapted = [optimizer.of for optimizer in known if isinstance(optimizer, TorchOptimizer)]
     found = [value for owner in (*layers, *adapted) for value in vars(owner).values()]
     optimizers = [value for value in found if isinstance(value, torch.optim.Optimizer)]
     states = {id(optimizer.state) for optimizer in adapted}

@@ -38,7 +38,7 @@ from keras_nanguard._backends.torch.modules import (
     is_sharded,
     replaceable_buffers,
 )
-from keras_nanguard._backends.torch.optimizers import unlisted_optimizers
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
@@ -241,10 +241,10 @@ def _undo_log(
         is_replay=True,
         restored_elsewhere=elsewhere,
         attributes=replaceable_buffers(model),
-        restore_modes=Modes(model).held(),
+        restore_modes=Modes(model).restorer(),
     )
     layers = [] if model is None else keras_layers.layers_of(model)
-    known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
+    known = [o for o in optimizers if isinstance(o, TorchOptimizer)]
     for optimizer in (*known, *unlisted_optimizers(layers, known)):
         undo_log.keep_updated(optimizer, (), copies=True)
     return undo_log

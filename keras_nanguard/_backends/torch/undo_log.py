@@ -31,6 +31,7 @@ from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.found_gradients import FoundGradients
 from keras_nanguard._backends.torch.learned import Learned
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.outside_state import (
     OutsideChanges,
     place_of,
@@ -153,7 +154,7 @@ class UndoLog:
             kept += state.weights_and_slots if undoes_updates else ()
         if is_compiled:
             uncounted, kept = [*uncounted, *state.small_state, *kept], []
-        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.held()
+        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.restorer()
         log = cls(kept, uncounted, attributes=attributes, restore_modes=restore_modes)
         log.gradients = FoundGradients(state.gradient_holders, undoes_updates)
         if learned.adds_by_hand.is_possible:
@@ -179,12 +180,12 @@ class UndoLog:
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any], copies: bool = False) -> None:
         """Keep what an update is about to write: these tensors, and the other state of an optimizer
-        of torch; `copies` as in `TorchOptimizer.held`.
+        of torch; `copies` as in `TorchOptimizer.restorer`.
         """
         for tensor in tensors:
             self.keep(tensor)
-        if hasattr(optimizer, "held") and id(optimizer.of) not in self._others:
-            self._others[id(optimizer.of)] = optimizer.held(copies)
+        if isinstance(optimizer, TorchOptimizer) and id(optimizer.of) not in self._others:
+            self._others[id(optimizer.of)] = optimizer.restorer(copies)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
