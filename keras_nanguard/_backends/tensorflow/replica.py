@@ -264,7 +264,7 @@ def refuse(found: Inspected, loss: Any, gradients: Any, halted: Any, is_alone: b
         own = _of_optimizer(found.body, optimizer, gradients) if is_alone else gradients
         initial = tf.cast(optimizer.initial_scale, old.dtype)
         numbers = loss, own, old, steps, initial, halted
-        after = rules.learned_scale(reductions.OPERATIONS, *numbers)
+        after = rules.scale_after_refusal(reductions.OPERATIONS, *numbers)
         for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
             variable.value.assign(value)
 

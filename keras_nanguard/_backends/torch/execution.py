@@ -198,7 +198,7 @@ def refuse(context: StepContext, ran: Ran, judged: Judged) -> Verdict:
     for optimizer in filter(keras_optimizers.scales_of, keras_variables.unique(blamed)):
         scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(scale.value), int(counter.value), optimizer.initial_scale
-        after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
+        after = rules.scale_after_refusal(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
         scale.assign(after[0])
         counter.assign(after[1])
     return verdict
