@@ -380,21 +380,17 @@ class Run(Protocol):
 
     model: Any
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the policy has ended training."""
+    stopped: bool
+    """Whether the policy has ended training."""
 
-    @property
-    def replacements(self) -> int:
-        """Number of times so far that an action has replaced the state."""
+    replacements: int
+    """Number of times so far that an action has replaced the state."""
 
-    @property
-    def rebuilds(self) -> int:
-        """Number of changes so far of something that is built into the step."""
+    rebuilds: int
+    """Number of changes so far of something that is built into the step."""
 
-    @property
-    def access(self) -> StateAccess:
-        """Host access to the train state and to the guarded step, of this backend."""
+    access: StateAccess
+    """Host access to the train state and to the guarded step, of this backend."""
 
     @property
     def recovery(self) -> Recovery:
@@ -427,19 +423,17 @@ class Session(Protocol):
     host is not for backends.
     """
 
-    @property
-    def start(self) -> Any:
-        """From which state the run starts; `resuming`: what is to be restored, or `None`."""
+    start: Any
+    """From which state the run starts; `resuming`: what is to be restored, or `None`."""
 
     @property
     def run(self) -> Run:
         """The facts of the run."""
 
-    @property
-    def logs(self) -> Any:
-        """The logs of the fit: `known`, those of the last committed step, `None` before the first
-        one; `shown`, those that callbacks have received last.
-        """
+    logs: Any
+    """The logs of the fit: `known`, those of the last committed step, `None` before the first
+    one; `shown`, those that callbacks have received last.
+    """
 
     @property
     def pending(self) -> bool:
