@@ -58,7 +58,6 @@ class UpdateGate(Recorder):
 
     def around_backward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward pass, which may add to the gradients that it finds."""
-        self._context.log.gradients.note_writes()
         self._context.log.keep_gradients()
         return super().around_backward()
 
@@ -77,8 +76,9 @@ class UpdateGate(Recorder):
         one.
         """
         context, log = self._context, self._context.log
-        log.gradients.note_writes()
-        if not update.evaluates:
+        if update.evaluates:
+            log.gradients.note_writes()
+        else:
             log.keep_gradients()
         if not (self._ran.updated or context.step.stock):
             self._ran = self._ran._replace(

@@ -156,9 +156,10 @@ class UndoLog:
             uncounted, kept = [*uncounted, *state.small_state, *kept], []
         attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.restorer()
         log = cls(kept, uncounted, attributes=attributes, restore_modes=restore_modes)
-        log.gradients = FoundGradients(state.gradient_holders, undoes_updates)
-        if learned.adds_by_hand.is_possible:
-            log.keep_gradients()
+        at_first = learned.adds_by_hand.is_possible
+        log.gradients = FoundGradients(state.gradient_holders, undoes_updates, at_first)
+        for _, gradient in log.gradients.kept or ():
+            log.keep(local(gradient))
         # `LateWrites` keeps those of an eager step when they update.
         for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
             log.keep_updated(optimizer, (), copies=True)
@@ -264,7 +265,6 @@ class UndoLog:
         """Restore the gradients that are kept, those of `torch.inference_mode` without their
         values; leave none for all other weights.
         """
-        self.gradients.note_writes()
         self.keep_gradients()
         self.gradients.give_back(lambda g: reductions.are_finite([self.before(local(g))]))
 
