@@ -254,27 +254,29 @@ class Replay:
         """
         raise NotImplementedError
 
-    def preserved(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
-        """Restore these variables, and the random generators, at the end.
+    def preserved(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> AbstractContextManager[None]:
+        """Restore these variables, the random generators, and what optimizers keep outside of
+        Keras, at the end.
+
+        Args:
+            model: the model of the step, or `None`; its layers may have further optimizers.
+            optimizers: those of the step.
 
         Raises:
             StateLostError: if one of them could not be restored; all others are.
         """
         raise NotImplementedError
 
-    def restoring_side_effects(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+    def restoring_side_effects(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> AbstractContextManager[None]:
         """Restore at the end what steps write outside of these variables: the backend's random
-        generators, and gradients, schedulers and scalers of torch.
+        generators, and gradients, buffers, modes, optimizers, schedulers and scalers of torch.
+        Arguments as in `preserved`.
         """
         return nullcontext()
-
-    def optimizer_restorers(
-        self, model: Any, optimizers: Iterable[Any]
-    ) -> list[Callable[[], None]]:
-        """Return functions that restore what the optimizers of a step keep outside of Keras, those
-        in attributes of the model's layers included.
-        """
-        return []
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         """Return the given rows of a tensor or an array; other values are returned unchanged."""
@@ -378,21 +380,17 @@ class Run(Protocol):
 
     model: Any
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the policy has ended training."""
+    stopped: bool
+    """Whether the policy has ended training."""
 
-    @property
-    def replacements(self) -> int:
-        """Number of times so far that an action has replaced the state."""
+    replacements: int
+    """Number of times so far that an action has replaced the state."""
 
-    @property
-    def rebuilds(self) -> int:
-        """Number of changes so far of something that is built into the step."""
+    rebuilds: int
+    """Number of changes so far of something that is built into the step."""
 
-    @property
-    def access(self) -> StateAccess:
-        """Host access to the train state and to the guarded step, of this backend."""
+    access: StateAccess
+    """Host access to the train state and to the guarded step, of this backend."""
 
     @property
     def recovery(self) -> Recovery:
@@ -425,19 +423,17 @@ class Session(Protocol):
     host is not for backends.
     """
 
-    @property
-    def start(self) -> Any:
-        """From which state the run starts; `resuming`: what is to be restored, or `None`."""
+    start: Any
+    """From which state the run starts; `resuming`: what is to be restored, or `None`."""
 
     @property
     def run(self) -> Run:
         """The facts of the run."""
 
-    @property
-    def logs(self) -> Any:
-        """The logs of the fit: `known`, those of the last committed step, `None` before the first
-        one; `shown`, those that callbacks have received last.
-        """
+    logs: Any
+    """The logs of the fit: `known`, those of the last committed step, `None` before the first
+    one; `shown`, those that callbacks have received last.
+    """
 
     @property
     def pending(self) -> bool:

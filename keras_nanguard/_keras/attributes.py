@@ -84,21 +84,17 @@ def restorer(objects: Iterable[Any]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def python_state_restored(
-    called: Sequence[Any], held: Iterable[Callable[[], None]]
-) -> Iterator[None]:
+def python_state_restored(called: Sequence[Any]) -> Iterator[None]:
     """Restore at the end, also after an exception, what steps may write outside of variables: the
     random generators of Python and NumPy, and the attributes of what they call.
 
     Args:
         called: the objects, from `called_by_step`.
-        held: further functions that restore something; they run first.
     """
     with contextlib.ExitStack() as ending:  # the last one first, even if another one raises
         ending.callback(random.setstate, random.getstate())
         ending.callback(np.random.set_state, np.random.get_state())
-        for restore in (restorer(called), *held):
-            ending.callback(restore)
+        ending.callback(restorer(called))
         yield
 
 

@@ -172,8 +172,8 @@ def write(variable: Any, array: Any) -> None:
 
 def restorer(variable: Any) -> Callable[[], Any]:
     """Return a function that restores the current value of a variable of Keras or the backend."""
-    if hasattr(variable, "held"):  # the rates of an optimizer of torch
-        restore: Callable[[], Any] = variable.held()
+    if hasattr(variable, "restorer"):  # the rates of an optimizer of torch
+        restore: Callable[[], Any] = variable.restorer()
         return restore
     if is_variable(variable) or hasattr(variable, "path"):  # or wrapped
         array = read(variable)

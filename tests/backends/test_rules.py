@@ -64,7 +64,7 @@ def test_the_loss_scale_after_a_refusal(ops, number, scale):
     """Halved if only the gradients are bad, reset if invalid, otherwise unchanged."""
     for loss, gradients, counter in itertools.product(NUMBER, NUMBER, (0, 7)):
         with np.errstate(all="ignore"):
-            found = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
-            halted = rules.learned_scale(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL), True)
+            found = rules.scale_after_refusal(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL))
+            halted = rules.scale_after_refusal(ops, number(loss), number(gradients), number(scale), counter, number(INITIAL), True)
         assert tuple(map(float, found)) == closed_form(loss, gradients, scale, counter), (loss, gradients, scale, counter)
         np.testing.assert_array_equal(np.float64(halted), (scale, counter))

@@ -44,7 +44,7 @@ def test_a_diagnosis_leaves_the_other_threads_alone():
     """The replaced losses and restored optimizers of a diagnosis are those of its own fit."""
     import torch
 
-    from keras_nanguard._backends.torch.modules import TorchOptimizer
+    from keras_nanguard._backends.torch.optimizers import TorchOptimizer
     from keras_nanguard._backends.torch.replay import Replay
 
     modules = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]

@@ -173,7 +173,7 @@ def test_rates_of_the_groups_of_torch():
     """Each group keeps its own rate, also if that of the first is 0."""
     import torch
 
-    from keras_nanguard._backends.torch.modules import TorchOptimizer
+    from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.0, 0.3, 0.07))])

@@ -10,10 +10,12 @@ import torch
 from keras import layers, ops
 
 from keras_nanguard import NanGuard
-from keras_nanguard._backends.torch.modules import adapted as adapted
+from keras_nanguard._backends.torch.attach import LoopStep
 from keras_nanguard._backends.torch.step import Transaction
 from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._keras.train_state import TrainState
+
+adapted = LoopStep.adapted
 
 X, Y = torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]]), torch.tensor([[1.0], [2.0]])
 

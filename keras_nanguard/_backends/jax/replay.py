@@ -195,7 +195,9 @@ class Replay(interface.Replay):
         return Intercept(model, optimizers, may_commit=immediate)
 
     @contextlib.contextmanager
-    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+    def preserved(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> Iterator[None]:
         old = [(v, v.value) for v in variables if keras_variables.is_variable(v)]
         try:
             yield

@@ -353,7 +353,7 @@ class StepTrace:
             if own != rows:  # those of another one may be bad
                 bad = jnp.any(counts[jnp.array(own, int)] > 0)
                 gradients = jnp.where(bad, gradients, 0)
-            after[scale], after[counter] = rules.learned_scale(
+            after[scale], after[counter] = rules.scale_after_refusal(
                 reductions.OPERATIONS,
                 verdict.loss,
                 gradients,

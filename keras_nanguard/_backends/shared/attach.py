@@ -359,7 +359,7 @@ class LoopStep(StateAccess):
         return model, optimizers
 
     @staticmethod
-    def watching() -> contextlib.AbstractContextManager[None]:
+    def watching() -> contextlib.AbstractContextManager[Any]:
         """Return a context around all steps of a loop."""
         return contextlib.nullcontext()
 

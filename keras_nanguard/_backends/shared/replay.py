@@ -51,7 +51,6 @@ class ReplayResult:
     first: str = ""
     first_path: str = ""
     origin: Origin | None = None
-    loss: float = math.nan
     rows: tuple[LayerRow, ...] = ()
     outputs: tuple[tuple[str, Any], ...] = ()
     sample_losses: tuple[tuple[str, Any], ...] = ()
@@ -89,9 +88,8 @@ def preserved(
     replay, seeds = current.replay(), keras_variables.global_seed_variables()
     with _ONE_REPLAY:
         called = [] if model is None else keras_attributes.called_by_step(model)
-        held = replay.optimizer_restorers(model, optimizers)
-        others = keras_attributes.python_state_restored(called, held)
-        with others, replay.preserved((*variables, *seeds)):
+        others = keras_attributes.python_state_restored(called)
+        with others, replay.preserved((*variables, *seeds), model, optimizers):
             yield
 
 
@@ -172,7 +170,7 @@ class ReplayableStep:
             return self.run(args)
         sums = {name: getattr(verdict, name) for name in ("loss", "statistics", "gradients")}
         first = next((site for site, number in sums.items() if not math.isfinite(number)), "")
-        return ReplayResult(first=first, loss=verdict.loss)
+        return ReplayResult(first=first)
 
     def train(self, args: Sequence[Any]) -> float:
         """Run the step with its updates and keep them (inside of `preserved`); return its loss."""
@@ -248,7 +246,6 @@ def _eager(step: ReplayableStep, args: Sequence[Any], observe: bool, update: boo
         first=first.site,
         first_path=first.path,
         origin=origin,
-        loss=total(found.losses),
         rows=tuple(table.rows),
         outputs=tuple((name, keras_arrays.dense(t)) for name, t in found.outputs),
         sample_losses=tuple(table.sample_losses),
@@ -316,7 +313,7 @@ def _compiled(step: ReplayableStep, args: Sequence[Any], jit: bool) -> ReplayRes
     first = first_bad(losses, pairs, zip(statistics, written), origins)
     site, path, origin = first if first.site else _exploded(pairs)
     rows = tuple(row for call in calls if call.role == LAYER for row in call.rows())
-    return ReplayResult(first=site, first_path=path, origin=origin, loss=total(losses), rows=rows)
+    return ReplayResult(first=site, first_path=path, origin=origin, rows=rows)
 
 
 def first_bad(

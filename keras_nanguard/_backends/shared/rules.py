@@ -76,7 +76,7 @@ def may_commit(ops: Operations, finite: Any, scales: Iterable[Any], halted: Any 
     return finite & ops.logical_not(halted)
 
 
-def learned_scale(
+def scale_after_refusal(
     ops: Operations,
     loss: Any,
     gradients: Any,

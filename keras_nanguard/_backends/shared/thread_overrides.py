@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ class ThreadOverrides:
     other.
 
     The first thread that enters installs them, and the last one that leaves removes them. If
-    threads enter often, `hold` keeps them installed in between, because changing a class
+    threads enter often, `held` keeps them installed in between, because changing a class
     invalidates Python's cache of its attributes.
 
     Args:
@@ -45,13 +46,16 @@ class ThreadOverrides:
         """Return the objects that this thread has entered with, in order."""
         return self._inside.get(threading.get_ident(), [])
 
-    def hold(self) -> None:
-        """Keep the functions installed until `release`, also while no thread is inside."""
-        self.enter(self, _NO_THREAD)
+    def held(self) -> contextlib.ExitStack:
+        """Keep the functions installed until the context that is returned ends, in any thread."""
+        return self.entered(self, _NO_THREAD)
 
-    def release(self) -> None:
-        """Undo `hold`, from any thread."""
-        self.leave(self, _NO_THREAD)
+    def entered(self, what: Any, thread: int | None = None) -> contextlib.ExitStack:
+        """Override the functions in this thread until the context that is returned ends."""
+        self.enter(what, thread)
+        ending = contextlib.ExitStack()
+        ending.callback(self.leave, what, thread)
+        return ending
 
     def enter(self, what: Any, thread: int | None = None) -> None:
         """Override the functions in this thread until `leave`."""

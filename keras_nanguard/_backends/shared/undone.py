@@ -33,13 +33,12 @@ def undone(run: Run) -> Iterator[None]:
         created = [partial(keras_variables.write, *pair) for pair in run.first_values()]
         finish([*restores, *created])
 
-    replay = current.replay()
+    side_effects = current.replay().restoring_side_effects(variables, run.model, state.optimizers)
     with contextlib.ExitStack() as ending:
         ending.callback(access.loop_state_restorer())
-        held = replay.optimizer_restorers(run.model, state.optimizers)
-        ending.enter_context(keras_attributes.python_state_restored(called, held))
+        ending.enter_context(keras_attributes.python_state_restored(called))
         ending.callback(restore_variables)
         ending.callback(access.sync_variables)
         ending.callback(lambda: access.transaction.take_reports())  # perhaps of a new trace
-        ending.enter_context(replay.restoring_side_effects(variables))
+        ending.enter_context(side_effects)
         yield

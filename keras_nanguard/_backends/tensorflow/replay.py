@@ -184,7 +184,9 @@ class Replay(interface.Replay):
             yield notes.seen()
 
     @contextlib.contextmanager
-    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+    def preserved(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> Iterator[None]:
         """Restore these variables, and the eager generator without a seed, at the end.
 
         Inside, each variable is its copy on the first replica: no other one is needed or changed.
@@ -195,7 +197,7 @@ class Replay(interface.Replay):
         old = [v.read_value() for v in copies]
         try:
             with (
-                self.restoring_side_effects(variables),
+                self.restoring_side_effects(variables, model, optimizers),
                 keras_variables.on_first_replica(variables),
             ):
                 yield
@@ -203,7 +205,9 @@ class Replay(interface.Replay):
             finish(partial(v.assign, value) for v, value in zip(copies, old))
 
     @contextlib.contextmanager
-    def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
+    def restoring_side_effects(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> Iterator[None]:
         drawn = getattr(context.context(), "_rng", None)
         stream = drawn.getstate() if drawn is not None else None
         try:

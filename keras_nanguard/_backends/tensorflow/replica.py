@@ -274,7 +274,7 @@ class ReplicaTrace:
             own = self.of_optimizer(optimizer, gradients) if is_alone else gradients
             initial = tf.cast(optimizer.initial_scale, old.dtype)
             numbers = loss, own, old, steps, initial, halted
-            after = rules.learned_scale(reductions.OPERATIONS, *numbers)
+            after = rules.scale_after_refusal(reductions.OPERATIONS, *numbers)
             for variable, value in zip(keras_optimizers.scales_of(optimizer), after):
                 variable.value.assign(value)
 

@@ -16,6 +16,6 @@ In addition to the modules that every backend has:
 | `execution` | one run of the body, its commit or refusal, and what it shows |
 | `judging` | the verdict on a step: the numbers that are read of it, and what follows |
 | `state_tensors` | the tensors of a train state by role |
-| `modules` | modules and optimizers of torch in Keras' form |
+| `modules`, `optimizers` | modules and optimizers of torch in Keras' form |
 | `numeric_errors` | exceptions by which torch reports a bad number |
 """

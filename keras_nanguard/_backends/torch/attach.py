@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import torch
 
 from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.modules import adapted
+from keras_nanguard._backends.torch.modules import TorchModule
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
@@ -30,9 +32,7 @@ class ModelAttachment(attach.Attachment):
     def attach(self, in_use: Callable[..., bool]) -> None:
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
-        with contextlib.ExitStack() as held:
-            RECORDED_WRITES.hold()
-            held.callback(RECORDED_WRITES.release)
+        with RECORDED_WRITES.held() as held:
             super().attach(in_use)
             self._held = held.pop_all()
 
@@ -110,16 +110,16 @@ class LoopStep(attach.LoopStep):
 
     transaction: step.Transaction
 
-    adapted = staticmethod(adapted)
+    watching = staticmethod(RECORDED_WRITES.held)
 
     @staticmethod
-    @contextlib.contextmanager
-    def watching() -> Iterator[None]:
-        RECORDED_WRITES.hold()
-        try:
-            yield
-        finally:
-            RECORDED_WRITES.release()
+    def adapted(model: Any, optimizers: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        if isinstance(model, torch.nn.Module) and not isinstance(model, keras.layers.Layer):
+            model = TorchModule(model)
+        paths = {id(v.value): v.path for v in model.variables}
+        kind = torch.optim.Optimizer
+        made = [TorchOptimizer(o, paths) if isinstance(o, kind) else o for o in optimizers]
+        return model, tuple(made)
 
     def _transaction(self) -> step.Transaction:
         # A compiled function cannot be inspected while it runs, so it is compiled again.

@@ -21,7 +21,7 @@ from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_u
 from keras_nanguard._backends.torch.learned import Learned, Seen
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.step_context import StepContext
-from keras_nanguard._backends.torch.undo_log import is_undone_as_a_whole
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, is_undone_as_a_whole
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
@@ -52,13 +52,12 @@ class UpdateGate(Recorder):
 
     def watch(self, stack: contextlib.ExitStack) -> None:
         """Record what an eager body writes until the stack ends."""
-        stack.enter_context(self._context.log)
+        stack.enter_context(RECORDED_WRITES.entered(self._context.log))
         if self._context.step.may_undo_update:
             self.late_writes.wait(stack)
 
     def around_backward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward pass, which may add to the gradients that it finds."""
-        self._context.log.gradients.note_writes()
         self._context.log.keep_gradients()
         return super().around_backward()
 
@@ -77,8 +76,9 @@ class UpdateGate(Recorder):
         one.
         """
         context, log = self._context, self._context.log
-        log.gradients.note_writes()
-        if not update.evaluates:
+        if update.evaluates:
+            log.gradients.note_writes()
+        else:
             log.keep_gradients()
         if not (self._ran.updated or context.step.stock):
             self._ran = self._ran._replace(
@@ -198,7 +198,7 @@ def refuse(context: StepContext, ran: Ran, judged: Judged) -> Verdict:
     for optimizer in filter(keras_optimizers.scales_of, keras_variables.unique(blamed)):
         scale, counter = keras_optimizers.scales_of(optimizer)
         before = float(scale.value), int(counter.value), optimizer.initial_scale
-        after = rules.learned_scale(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
+        after = rules.scale_after_refusal(rules.NUMBERS, verdict.loss, verdict.gradients, *before)
         scale.assign(after[0])
         counter.assign(after[1])
     return verdict

@@ -17,18 +17,19 @@ class FoundGradients:
     Args:
         holders: the tensors that have a gradient.
         may_add: whether the step may add to those that it finds.
+        at_first: whether to keep them before the step.
 
     Attributes:
         kept: each of these tensors whose gradient is to be restored, with this gradient. `None`
-            until the step has added to one, or used one.
+            until they are chosen: when the step is about to add to one, or to use one.
     """
 
-    def __init__(self, holders: Sequence[Any] = (), may_add: bool = True):
+    def __init__(self, holders: Sequence[Any] = (), may_add: bool = True, at_first: bool = False):
         self._holders = holders
         # A step that clears them first is to release their memory.
         found = [(p, p.grad) for p in holders if p.grad is not None] if may_add else []
         self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in found]
-        self.kept: list[tuple[Any, Any]] | None = None
+        self.kept = found if at_first else None
         self._added_by_hand = Seen.UNKNOWN
 
     @property
@@ -55,6 +56,7 @@ class FoundGradients:
         """Return those to keep, each with its tensor: those that the step has neither cleared nor
         replaced when it first asks.
         """
+        self.note_writes()
         if self.kept is None:
             pairs = [(p, p.grad, found) for p, found, _ in self._found]
             self.kept = [(p, g) for p, g, found in pairs if g is not None and found() is g]
@@ -67,9 +69,10 @@ class FoundGradients:
             was_finite: whether a gradient was finite before the step. A bad sum, which no later
                 step could correct, is dropped.
         """
+        chosen = self.choose()
         for holder in self._holders:
             holder.grad = None
-        for holder, gradient in self.choose():
+        for holder, gradient in chosen:
             if was_finite(gradient):
                 holder.grad = gradient
 

@@ -13,6 +13,7 @@ import torch
 
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.calls import Recorder
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.undo_log import where_defined
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -70,8 +71,7 @@ class Intercept:
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
                 if self._notes_backward:
-                    BACKWARD_PASSES.enter(recorder)
-                    stack.callback(BACKWARD_PASSES.leave, recorder)
+                    stack.enter_context(BACKWARD_PASSES.entered(recorder))
                 yield
         finally:
             del self._recorder  # it refers to the run of the step
@@ -82,9 +82,8 @@ class Intercept:
 
     def _replacement(self, optimizer: Any) -> tuple[Any, str, Callable[..., Any]]:
         """Return the object, the name of its method that updates, and what replaces it."""
-        of_torch: Any = getattr(optimizer, "of", None)
-        if of_torch is not None:
-            return of_torch, "step", self._stepper(of_torch.step, optimizer)
+        if isinstance(optimizer, TorchOptimizer):
+            return optimizer.of, "step", self._stepper(optimizer.of.step, optimizer)
         real = optimizer.apply
         if self.compiled is not None and not keras_optimizers.is_loss_scaled(optimizer):
             real = torch.compile(real)

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
-from keras_nanguard._backends.torch.modules import TorchOptimizer, tensors_in
+from keras_nanguard._backends.torch.modules import tensors_in
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras.torch_tensors import local
@@ -63,8 +64,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         ends the watch.
         """
         self._waiting = stack
-        _KERAS_UPDATES.enter(self)
-        stack.callback(_KERAS_UPDATES.leave, self)
+        stack.enter_context(_KERAS_UPDATES.entered(self))
         stack.callback(register_optimizer_step_pre_hook(self._before_torch_update).remove)
 
     def begin(self) -> None:
@@ -92,7 +92,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
     @contextlib.contextmanager
     def during(self, update: Update) -> Iterator[None]:
         """Do not watch an update inside of this context, unless it calls the user's code."""
-        self._is_paused, self._updating = not update.has_hooks, update.optimizer
+        self._is_paused, self._updating = not update.has_hooks, update.of_torch
         try:
             yield
         finally:
@@ -108,7 +108,7 @@ class LateWrites(TorchDispatchMode):  # type: ignore[misc]
         """Keep what an optimizer of torch is about to write that only the body knows, or that
         another one wraps. One of other tensors is part of the computation, as in meta-learning.
         """
-        if self not in _KERAS_UPDATES.inside() or optimizer is getattr(self._updating, "of", None):
+        if self not in _KERAS_UPDATES.inside() or optimizer is self._updating:
             return
         adapted = TorchOptimizer(optimizer, {})
         parameters = list(map(local, adapted.parameters))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from keras_nanguard._backends.torch.modules import kept_settings
+from keras_nanguard._backends.torch.optimizers import settings_restorer
 from keras_nanguard._keras.torch_tensors import local
 
 
@@ -51,7 +51,7 @@ def scheduler_restorer(scheduler: Any) -> Callable[[], None]:
     """Return a function that restores a scheduler, and its optimizer's settings."""
     attributes = dict(vars(scheduler))
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-    restore_settings = kept_settings(groups)
+    restore_settings = settings_restorer(groups)
 
     def restore() -> None:
         vars(scheduler).clear()

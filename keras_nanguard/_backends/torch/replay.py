@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import keras
@@ -38,15 +37,14 @@ from keras_nanguard._backends.torch.modules import (
     TorchModule,
     is_sharded,
     replaceable_buffers,
-    unlisted_optimizers,
 )
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
 from keras_nanguard._backends.torch.outside_state import storage
 from keras_nanguard._backends.torch.reductions import is_inexact
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
-from keras_nanguard._keras.attributes import give_back_tensors
 
 UNWRITTEN = ("empty", "resize", "set_")
 """Operations whose result is uninitialized memory."""
@@ -56,14 +54,6 @@ FILLING = ("full", "fill", "scalar_tensor", "lift_fresh", "masked_fill", "new_fu
 
 class _Local(TorchDispatchMode):  # type: ignore[misc]
     """Runs steps in this thread without communication; raises a `RuntimeError` if they need it."""
-
-    def __enter__(self) -> Any:
-        _UNWRAPPED.enter(self)
-        return super().__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
-        _UNWRAPPED.leave(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COMMUNICATING:
@@ -240,6 +230,26 @@ def _natives(variables: Iterable[Any]) -> tuple[Any, ...]:
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
+def _undo_log(
+    model: Any, optimizers: Iterable[Any], kept: Iterable[Any] = (), elsewhere: Iterable[Any] = ()
+) -> UndoLog:
+    """Return an undo log with the buffers and modes of modules, and the state of all optimizers of
+    torch, those in attributes of layers included; `elsewhere`: as `restored_elsewhere`.
+    """
+    undo_log = UndoLog(
+        kept,
+        is_replay=True,
+        restored_elsewhere=elsewhere,
+        attributes=replaceable_buffers(model),
+        restore_modes=Modes(model).restorer(),
+    )
+    layers = [] if model is None else keras_layers.layers_of(model)
+    known = [o for o in optimizers if isinstance(o, TorchOptimizer)]
+    for optimizer in (*known, *unlisted_optimizers(layers, known)):
+        undo_log.keep_updated(optimizer, (), copies=True)
+    return undo_log
+
+
 @contextlib.contextmanager
 def _undone(
     undo_log: UndoLog, variables: Iterable[Any], at_first: Callable[[Any], Any]
@@ -252,12 +262,12 @@ def _undone(
     try:
         for tensor, grad in grads:
             tensor.grad = None if grad is None else at_first(grad)
-        with undo_log:
+        with RECORDED_WRITES.entered(undo_log):
             yield
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
-        undo_log.give_back()
+        undo_log.give_back(halfway=True)
 
 
 class ReplayRecorder(Recorder):
@@ -312,39 +322,36 @@ class Replay(interface.Replay):
         """
         recorder = ReplayRecorder(model, immediate)
         with contextlib.ExitStack() as stack:
-            _WITHOUT_ERROR.enter(recorder)
-            stack.callback(_WITHOUT_ERROR.leave, recorder)
+            stack.enter_context(_WITHOUT_ERROR.entered(recorder))
             recorder.late_writes.wait(stack)
             stack.enter_context(Intercept(model, optimizers).recording(recorder))
             yield recorder
 
     @contextlib.contextmanager
-    def preserved(self, variables: Sequence[Any]) -> Iterator[None]:
+    def preserved(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> Iterator[None]:
         """Restore these variables, everything else that Keras writes, and torch's generators at the
         end; begin without gradients.
         """
         if is_sharded(variables):
             raise RuntimeError("the parameters are sharded, so one process alone cannot replay it")
-        undo_log = UndoLog(_natives(variables), is_replay=True)
-        local = contextlib.nullcontext() if place()[1] == 1 else _Local()
-        with _undone(undo_log, variables, lambda grad: None), local:
+        undo_log = _undo_log(model, optimizers, _natives(variables))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_undone(undo_log, variables, lambda grad: None))
+            if place()[1] > 1:
+                stack.enter_context(_UNWRAPPED.entered(undo_log))
+                stack.enter_context(_Local())
             yield
 
     @contextlib.contextmanager
-    def restoring_side_effects(self, variables: Sequence[Any]) -> Iterator[None]:
-        undo_log = UndoLog((), is_replay=True, restored_elsewhere=_natives(variables))
+    def restoring_side_effects(
+        self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
+    ) -> Iterator[None]:
+        undo_log = _undo_log(model, optimizers, elsewhere=_natives(variables))
         # A step may use a gradient, and add to it in place.
         with _undone(undo_log, variables, lambda grad: grad.detach().clone()):
             yield
-
-    def optimizer_restorers(
-        self, model: Any, optimizers: Iterable[Any]
-    ) -> list[Callable[[], None]]:
-        layers = [] if model is None else keras_layers.layers_of(model)
-        known = [optimizer for optimizer in optimizers if hasattr(optimizer, "held")]
-        restore_buffers = partial(give_back_tensors, replaceable_buffers(model))
-        others = (*known, *unlisted_optimizers(layers, known))
-        return [restore_buffers, Modes(model).held(), *(other.held() for other in others)]
 
     def without_rows(self, value: Any, kept: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 
-from keras_nanguard._backends.torch.modules import (
-    Modes,
-    TorchOptimizer,
-    replaceable_buffers,
-    unlisted_optimizers,
-)
+from keras_nanguard._backends.torch.modules import Modes, replaceable_buffers
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
 from keras_nanguard._keras import (
     attributes as keras_attributes,
     optimizers as keras_optimizers,

@@ -31,6 +31,7 @@ from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.found_gradients import FoundGradients
 from keras_nanguard._backends.torch.learned import Learned
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer
 from keras_nanguard._backends.torch.outside_state import (
     OutsideChanges,
     place_of,
@@ -86,7 +87,7 @@ class Kept:
 
 
 class UndoLog:
-    """The undo log of one step; a context in which writes are recorded.
+    """The undo log of one step. Writes are recorded in it inside of `RECORDED_WRITES.entered`.
 
     `of` keeps what has to be kept before the step, the methods `keep*` what is about to be written,
     and `give_back` restores all of it.
@@ -153,11 +154,12 @@ class UndoLog:
             kept += state.weights_and_slots if undoes_updates else ()
         if is_compiled:
             uncounted, kept = [*uncounted, *state.small_state, *kept], []
-        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.held()
+        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.restorer()
         log = cls(kept, uncounted, attributes=attributes, restore_modes=restore_modes)
-        log.gradients = FoundGradients(state.gradient_holders, undoes_updates)
-        if learned.adds_by_hand.is_possible:
-            log.keep_gradients()
+        at_first = learned.adds_by_hand.is_possible
+        log.gradients = FoundGradients(state.gradient_holders, undoes_updates, at_first)
+        for _, gradient in log.gradients.kept or ():
+            log.keep(local(gradient))
         # `LateWrites` keeps those of an eager step when they update.
         for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
             log.keep_updated(optimizer, (), copies=True)
@@ -179,12 +181,12 @@ class UndoLog:
 
     def keep_updated(self, optimizer: Any, tensors: Iterable[Any], copies: bool = False) -> None:
         """Keep what an update is about to write: these tensors, and the other state of an optimizer
-        of torch; `copies` as in `TorchOptimizer.held`.
+        of torch; `copies` as in `TorchOptimizer.restorer`.
         """
         for tensor in tensors:
             self.keep(tensor)
-        if hasattr(optimizer, "held") and id(optimizer.of) not in self._others:
-            self._others[id(optimizer.of)] = optimizer.held(copies)
+        if isinstance(optimizer, TorchOptimizer) and id(optimizer.of) not in self._others:
+            self._others[id(optimizer.of)] = optimizer.restorer(copies)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
@@ -218,13 +220,6 @@ class UndoLog:
         """The kept tensors that were, or may have been, written."""
         return [kept.tensor for kept in self.kept.values() if kept.is_written]
 
-    def __enter__(self) -> UndoLog:
-        RECORDED_WRITES.enter(self)
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        RECORDED_WRITES.leave(self)
-
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
@@ -242,7 +237,7 @@ class UndoLog:
         """Restore everything.
 
         Args:
-            halfway: whether the step has raised, so that it has not set back its modes itself.
+            halfway: whether modes, too: a step that has raised has not set them back itself.
 
         Raises:
             StateLostError: if a part could not be restored; all others are.
@@ -270,7 +265,6 @@ class UndoLog:
         """Restore the gradients that are kept, those of `torch.inference_mode` without their
         values; leave none for all other weights.
         """
-        self.gradients.note_writes()
         self.keep_gradients()
         self.gradients.give_back(lambda g: reductions.are_finite([self.before(local(g))]))
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import settings_of, slots_of
+from keras_nanguard._backends.torch.optimizers import settings_of, slots_of
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.torch_tensors import local
 
@@ -25,9 +25,11 @@ class Update:
         evaluates: whether it evaluates the loss itself, so that its gradients are known only after
             it.
         has_hooks: whether it calls the user's code, which may write other tensors.
+        of_torch: the optimizer of torch that updates, or `None`.
     """
 
     evaluates = has_hooks = False
+    of_torch: Any = None
     pairs: list[tuple[Any, Any]]
 
     def __init__(self, optimizer: Any, call: Callable[[], Any]):
@@ -76,8 +78,8 @@ class TorchUpdate(Update):
 
     def __init__(self, optimizer: Any, call: Callable[[], Any], evaluates: bool):
         super().__init__(optimizer, call)
-        self._of, self.evaluates = optimizer.of, evaluates
-        self.has_hooks = any(vars(self._of).get(name) for name in HOOKS)
+        self.of_torch, self.evaluates = optimizer.of, evaluates
+        self.has_hooks = any(vars(self.of_torch).get(name) for name in HOOKS)
         self._read()
         if evaluates:  # it computes the gradients of all of them
             self.pairs = [(None, optimizer.variable_of(p)) for p, _ in self._grads]
@@ -94,8 +96,8 @@ class TorchUpdate(Update):
         """Step with the gradients of the original call, which a replay may have dropped since, or
         with its closure.
         """
-        before = {p: set(slots) for p, slots in slots_of(self._of)}
-        settings = settings_of(self._of.param_groups)
+        before = {p: set(slots) for p, slots in slots_of(self.of_torch)}
+        settings = settings_of(self.of_torch.param_groups)
         if not self.evaluates:
             for p, grad in self._grads:
                 if p.grad is not grad:

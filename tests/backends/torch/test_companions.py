@@ -362,6 +362,43 @@ class Replacing(torch.nn.Linear):
         return super().forward(x - self.mean)
 
 
+class Moving(torch.nn.Linear):
+    """Writes its buffer in place, and then replaces it, in each call."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(6, 1)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x):
+        self.mean.mul_(0.9)
+        self.mean = self.mean.clone()
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_written_and_replaced_after_the_end_of_training():
+    """It is the same tensor as before, with the same values."""
+    net = Moving()
+    optimizer, guard = torch.optim.SGD(net.parameters(), 0.01), NanGuard("stop", verbose=0)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with guard.watch(net, optimizer):
+        run_step = guard.step(step)
+        for batch in poisoned()[: BAD[0] + 1]:
+            run_step(batch)
+        before, values = net.mean, net.mean.clone()
+        for batch in BATCHES[:3]:
+            run_step(batch)
+    assert guard.stopped and net.mean is before
+    torch.testing.assert_close(before, values, rtol=0, atol=0)
+
+
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups, as schedule-free optimizers do."""
 

@@ -9,7 +9,7 @@ import torch
 from support.torch_steps import DeviceGenerator
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
 
 VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
@@ -89,7 +89,7 @@ def test_a_variable_that_was_kept_is_still_known_to_be_written():
     """Its earlier value is already stored; the log also has to know its variable."""
     variable = keras.Variable(VALUES)
     log = UndoLog([variable.value])
-    with log:
+    with RECORDED_WRITES.entered(log):
         variable.assign(np.zeros((2, 3), "float32"))
     assert [*log.kept] == [*log.writers] and [*log.writers.values()] == [variable] and log.created == []
     log.give_back()
