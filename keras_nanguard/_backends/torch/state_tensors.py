@@ -55,6 +55,7 @@ class StateTensors:
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         torchs = (v.value for v in train_state.other if isinstance(v, TensorVariable))
         self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
+        self._buffers = replaceable_buffers(model)
         attributes = self.attributes(every=True)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         self.modes = Modes(model)
@@ -78,6 +79,11 @@ class StateTensors:
             layers = self.train_state.layers
             return [*keras_attributes.attributes_of(layers), *replaceable_buffers(self._model)]
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
+
+    def buffers(self) -> list[Any]:
+        """Return the current buffers of modules, which may replace them in each call."""
+        now = (held.get(name) for held, name, _ in self._buffers)
+        return [tensor for tensor in now if isinstance(tensor, torch.Tensor)]
 
 
 def _of(variables: Iterable[Any]) -> list[Any]:

@@ -147,7 +147,7 @@ class UndoLog:
             undoes_updates: whether it may be updated before its verdict.
             is_compiled: whether its writes are not recorded.
         """
-        uncounted = [*state.unlisted, *learned.uncounted.values()]
+        uncounted = [*state.unlisted, *state.buffers(), *learned.uncounted.values()]
         kept = list(learned.untracked.values())
         if learned.is_fresh:
             kept += state.other

@@ -399,6 +399,28 @@ def test_a_buffer_that_is_written_and_replaced_after_the_end_of_training():
     torch.testing.assert_close(before, values, rtol=0, atol=0)
 
 
+def test_a_buffer_that_is_written_and_replaced_in_a_later_bad_step():
+    """A refused step leaves the tensor and its values as they were, also once others have replaced the first one."""
+    net, guard = Moving(), NanGuard(verbose=0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with guard.watch(net, optimizer):
+        run_step = guard.step(step)
+        for batch in BATCHES[:5]:
+            run_step(batch)
+        before, values = net.mean, net.mean.clone()
+        run_step(poisoned()[BAD[0]])
+    assert len(guard.incidents) == 1 and net.mean is before
+    torch.testing.assert_close(before, values, rtol=0, atol=0)
+
+
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups, as schedule-free optimizers do."""
 
