@@ -376,32 +376,17 @@ class Moving(torch.nn.Linear):
         return super().forward(x)
 
 
-def test_a_buffer_that_is_written_and_replaced_after_the_end_of_training():
-    """It is the same tensor as before, with the same values."""
-    net = Moving()
-    optimizer, guard = torch.optim.SGD(net.parameters(), 0.01), NanGuard("stop", verbose=0)
-
-    def step(batch):
-        optimizer.zero_grad()
-        loss = loss_of(net, batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    with guard.watch(net, optimizer):
-        run_step = guard.step(step)
-        for batch in poisoned()[: BAD[0] + 1]:
-            run_step(batch)
-        before, values = net.mean, net.mean.clone()
-        for batch in BATCHES[:3]:
-            run_step(batch)
-    assert guard.stopped and net.mean is before
-    torch.testing.assert_close(before, values, rtol=0, atol=0)
-
-
-def test_a_buffer_that_is_written_and_replaced_in_a_later_bad_step():
-    """A refused step leaves the tensor and its values as they were, also once others have replaced the first one."""
-    net, guard = Moving(), NanGuard(verbose=0)
+@pytest.mark.parametrize(
+    ("policy", "before", "after"),
+    [
+        ("stop", poisoned()[: BAD[0] + 1], BATCHES[:3]),
+        ("recover", BATCHES[:5], poisoned()[[BAD[0]]]),
+    ],
+    ids=["after the end of training", "bad step"],
+)
+def test_a_buffer_that_is_written_and_replaced(policy, before, after):
+    """It is the same tensor as before, with the same values, also once others have replaced the first one."""
+    net, guard = Moving(), NanGuard(policy, verbose=0)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
 
     def step(batch):
@@ -413,12 +398,13 @@ def test_a_buffer_that_is_written_and_replaced_in_a_later_bad_step():
 
     with guard.watch(net, optimizer):
         run_step = guard.step(step)
-        for batch in BATCHES[:5]:
+        for batch in before:
             run_step(batch)
-        before, values = net.mean, net.mean.clone()
-        run_step(poisoned()[BAD[0]])
-    assert len(guard.incidents) == 1 and net.mean is before
-    torch.testing.assert_close(before, values, rtol=0, atol=0)
+        held, values = net.mean, net.mean.clone()
+        for batch in after:
+            run_step(batch)
+    assert len(guard.incidents) == 1 and net.mean is held
+    torch.testing.assert_close(held, values, rtol=0, atol=0)
 
 
 class Counting(torch.optim.Optimizer):
