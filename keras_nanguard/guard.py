@@ -269,8 +269,9 @@ class NanGuard(keras.callbacks.Callback):
         Args:
             function: a train step that computes a loss and gradients, and calls `optimizer.apply`.
                 A Python function runs eagerly. A `tf.function` is compiled with its own settings,
-                including XLA. Every scalar that it returns counts as a loss. On PyTorch the losses
-                are the scalars whose backward pass it runs, if it runs any.
+                including XLA. Its losses are the results of the model's `compute_loss`; if it does
+                not call that, every scalar that it returns. On PyTorch they are then the scalars
+                whose backward pass it runs, if it runs any.
 
         Returns:
             A callable with the same arguments and results. A refused step returns its computed
