@@ -49,8 +49,11 @@ def two_parts(
     read = (*(var for equation in late for var in equation.invars), *others)
     inputs = {id(v): v for v in read if id(v) not in dependent and not isinstance(v, Literal)}
     invars = [jaxpr.invars[0], *inputs.values()]
-    one = jaxpr.replace(eqns=early, outvars=[*results, *inputs.values()])
-    other = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others)
+    # JAX 0.4 keeps the names of all arguments and results, and requires one for each.
+    drops_names = hasattr(jaxpr.debug_info, "with_unknown_names")
+    names: dict[str, Any] = {} if drops_names else {"debug_info": None}
+    one = jaxpr.replace(eqns=early, outvars=[*results, *inputs.values()], **names)
+    other = jaxpr.replace(eqns=late, constvars=[], invars=invars, outvars=others, **names)
     run_one = jaxpr_as_fun(ClosedJaxpr(one, program.consts))
     run_other = jaxpr_as_fun(ClosedJaxpr(other, ()))
 
