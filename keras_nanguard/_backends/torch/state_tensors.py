@@ -41,7 +41,7 @@ class StateTensors:
     """
 
     def __init__(self, train_state: TrainState, model: Any):
-        self.train_state, self._model = train_state, model
+        self.train_state, self._buffers = train_state, replaceable_buffers(model)
         self.by_site = {"weights": _of(train_state.trainable), "slots": _of(train_state.slots)}
         self.weights_and_slots = [t for tensors in self.by_site.values() for t in tensors]
         self.updated = set(map(id, self.weights_and_slots))
@@ -55,7 +55,6 @@ class StateTensors:
         self.unlisted = [t for t in natives if isinstance(t, torch.Tensor) and id(t) not in listed]
         torchs = (v.value for v in train_state.other if isinstance(v, TensorVariable))
         self.unlisted += [t for t in torchs if not isinstance(t, torch.nn.Parameter)]  # buffers
-        self._buffers = replaceable_buffers(model)
         attributes = self.attributes(every=True)
         self._of_tensors = [entry for entry in attributes if isinstance(entry[2], torch.Tensor)]
         self.modes = Modes(model)
@@ -74,10 +73,11 @@ class StateTensors:
         return [(path, local(t.grad)) for path, t in pairs if t.grad is not None]
 
     def attributes(self, every: bool) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return attributes of layers and buffers: tensors, or all, which may become tensors."""
+        """Return attributes of layers and buffers: tensors, or all, which may become tensors; then
+        buffers as they were read, because such a step reads its state.
+        """
         if every:
-            layers = self.train_state.layers
-            return [*keras_attributes.attributes_of(layers), *replaceable_buffers(self._model)]
+            return [*keras_attributes.attributes_of(self.train_state.layers), *self._buffers]
         return [(held, name, held.get(name)) for held, name, _ in self._of_tensors]
 
     def buffers(self) -> list[Any]:
