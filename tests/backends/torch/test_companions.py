@@ -82,6 +82,19 @@ class Loop:
         return [t.detach().clone() for t in tensors], numbers, self.optimizer.param_groups[0]["lr"]
 
 
+def plain_step(net, optimizer):
+    """The train step of an ordinary loop."""
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def poisoned():
     """The batches, three of which are NaN."""
     batches = BATCHES.clone()
@@ -389,15 +402,8 @@ def test_a_buffer_that_is_written_and_replaced(policy, before, after):
     net, guard = Moving(), NanGuard(policy, verbose=0)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
 
-    def step(batch):
-        optimizer.zero_grad()
-        loss = loss_of(net, batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     with guard.watch(net, optimizer):
-        run_step = guard.step(step)
+        run_step = guard.step(plain_step(net, optimizer))
         for batch in before:
             run_step(batch)
         held, values = net.mean, net.mean.clone()
@@ -470,15 +476,8 @@ def test_a_diagnosis_with_any_settings_of_an_optimizer(make):
     batches[3, 2] = float("nan")
     optimizer, guard = make(net.parameters()), NanGuard(verbose=0)
 
-    def step(batch):
-        optimizer.zero_grad()
-        loss = loss_of(net, batch)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     with guard.watch(net, optimizer):
-        guarded = guard.step(step)
+        guarded = guard.step(plain_step(net, optimizer))
         for batch in batches:
             guarded(batch)
     (incident,) = guard.incidents
