@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: nightly clients healthy demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
+.PHONY: nightly oldest clients healthy demo docs fuzz pages test test-all test-jax test-torch test-full-xla lint types check bench slow lowest matrix release crash memory campaign mutate soak scale clean
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -73,10 +73,11 @@ healthy: $(READY) .venv-jax/.ready .venv-torch/.ready  ## healthy programs on th
 	KERAS_BACKEND=jax .venv-jax/bin/python benchmarks/healthy.py --check
 	KERAS_BACKEND=torch OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/healthy.py --check
 
-nightly:  ## every test on every backend, the site, all pages, slow tests and healthy programs
+nightly:  ## every test on every backend, the site, all pages, slow tests, healthy programs, oldest backends
 	$(MAKE) test-all
 	$(MAKE) slow
 	$(MAKE) healthy
+	$(MAKE) oldest
 
 test-all:  ## every test on every backend, without the slow ones
 	$(MAKE) test SHARE=--nightly
@@ -131,6 +132,11 @@ lowest: .venv-release/.ready  ## run all tests on the lowest versions; CELL name
 	.venv-release/bin/python campaigns/matrix.py --whole $(WORKERS) --only "$(CELL)"
 
 CELL ?= keras 3.6, tensorflow 2.16
+
+oldest: .venv-release/.ready  ## the short suite on the oldest version of each backend, with the newest Keras
+	.venv-release/bin/python campaigns/matrix.py --fresh --only "$(OLDEST)"
+
+OLDEST = keras newest, (tensorflow 2.16|jax 0.4.38|torch 2.3)
 
 release: .venv-release/.ready  ## build sdist and wheel, and test them in empty environments
 	rm -rf build/lib build/bdist* dist

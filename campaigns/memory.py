@@ -154,13 +154,15 @@ def fits(backend: str, state: float, guarded: str, limit: float) -> bool:
 
 
 def smallest(backend: str, state: float, guarded: str, first: float) -> float:
-    """Return the smallest limit on the grid, from `first` on, under which a run fits."""
-    limit = math.ceil(first / GRID) * GRID
-    for _ in range(24):
+    """Return the smallest limit on the grid, from `first` on, under which a run fits; end the
+    campaign if there is none.
+    """
+    begin = math.ceil(first / GRID) * GRID
+    for limit in range(begin, begin + 24 * GRID, GRID):
         if fits(backend, state, guarded, limit):
             return limit
-        limit += GRID
-    return math.inf
+    last = records()[-1]
+    sys.exit(f"{backend}, {guarded or 'plain'}: no run completes under {last['limit'] / GB:.2f} GB: exit {last['code']} {last.get('error', '')}")
 
 
 def measure(backend: str, state: float) -> None:

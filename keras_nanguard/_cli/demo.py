@@ -89,13 +89,12 @@ def network() -> Any:
     return model
 
 
-def train(data: tuple[Any, ...], callbacks: list[Any], epochs: int) -> tuple[float, int]:
+def train(data: tuple[Any, ...], callbacks: list[Any]) -> tuple[float, int]:
     """Train once.
 
     Args:
         data: training images and labels, test images and labels.
         callbacks: callbacks of the fit.
-        epochs: number of epochs.
 
     Returns:
         The test accuracy, for which a prediction of NaN counts as wrong; and the number of NaN and
@@ -103,7 +102,7 @@ def train(data: tuple[Any, ...], callbacks: list[Any], epochs: int) -> tuple[flo
     """
     x, y, x_test, y_test = data
     model = network()
-    model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=32, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     logits = np.asarray(model.predict(x_test, verbose=0))
     right = np.isfinite(logits).all(axis=1) & (logits.argmax(axis=1) == y_test)
     state = TrainState.of(model)
@@ -111,7 +110,7 @@ def train(data: tuple[Any, ...], callbacks: list[Any], epochs: int) -> tuple[flo
     return float(right.mean()), sum(sum(finiteness.counts(value)[:2]) for value in values)
 
 
-def run(epochs: int = EPOCHS) -> int:
+def run() -> int:
     """Train twice and print the results; return 0 if the guarded network is good, 1 if it is not.
 
     Raises:
@@ -120,7 +119,7 @@ def run(epochs: int = EPOCHS) -> int:
     say(DESCRIPTION)
     data, guard = digits(), NanGuard(verbose=0)
     for name, callbacks in (("stock Keras", []), ("NanGuard()", [guard])):
-        accuracy, bad = train(data, callbacks, epochs)
+        accuracy, bad = train(data, callbacks)
         say(f"{name}: test accuracy {accuracy:.1%}, {bad} NaN and Inf in the model")
     say(closing_table.table_text(guard.incidents, "\nNanGuard() reported:"))
     return 0 if bad == 0 and accuracy >= MIN_ACCURACY else 1

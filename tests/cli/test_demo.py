@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from keras_nanguard._cli import demo
+from keras_nanguard.__main__ import main
 
 
 @pytest.mark.slow
 def test_the_guarded_network_is_good(capsys):
     """With stock Keras every prediction is NaN; with the guard none is. A line per kind."""
-    assert demo.run(epochs=2) == 0
+    assert main(["demo"]) == 0
     reported = capsys.readouterr().out
     found = re.findall(r"(.+): test accuracy ([\d.]+)%, (\d+) NaN and Inf in the model", reported)
     (stock, accuracy, bad), (guarded, better, none) = found
@@ -25,5 +25,5 @@ def test_the_guarded_network_is_good(capsys):
 
 @pytest.mark.parametrize("result", [(0.95, 1), (0.1, 0)])
 def test_a_guard_without_benefit_fails(monkeypatch, result):
-    monkeypatch.setattr(demo, "train", lambda *args: result)
-    assert demo.run(1) == 1
+    monkeypatch.setattr("keras_nanguard._cli.demo.train", lambda *args: result)
+    assert main(["demo"]) == 1

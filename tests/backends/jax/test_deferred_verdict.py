@@ -298,3 +298,18 @@ def test_calls_of_the_host(call, order):
     assert called(zoo.regression(), guard()) == plain == 2 * BATCHES
     assert called(zoo.poison(zoo.regression(), 5), guard()) == plain, "one bad batch in each of two epochs"
     assert ahead(order) == []
+
+
+def test_logs_of_a_refused_step(order, monkeypatch):
+    """They cannot be replaced any more, so they are those of the restored metrics."""
+    seen, real = [], Session.logs_for_callbacks
+
+    def logs_for_callbacks(self, logs, *more):
+        seen.append(float(logs["loss"]))
+        return real(self, logs, *more)
+
+    monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
+    guard = NanGuard(verbose=0)
+    zoo.run(zoo.plain, zoo.regression().with_poison([5]), guard=guard)
+    assert 5 in ahead(order) and guard.session.run.counts.refused == 2
+    assert len(seen) >= 2 * BATCHES and np.isfinite(seen).all()

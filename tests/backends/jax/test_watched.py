@@ -11,7 +11,6 @@ from backends.jax.test_step import Loop, OwnStep
 from keras import layers
 
 from keras_nanguard import NanGuard
-from keras_nanguard._fit.session import Session
 
 BATCH, BATCHES, AT = 8, 8, 3
 X = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
@@ -253,17 +252,3 @@ def test_a_scale_outside_of_the_state():
             _, state = run(state, jnp.asarray(HOT[batch]), jnp.asarray(Y[batch]))
             scales.append(float(state[2][place]))
     assert scales == [64.0] * AT + [32.0] * (BATCHES - AT) and guard.session.run.counts.overflows == 1
-
-
-def test_logs_of_a_refused_step_with_a_deferred_verdict(monkeypatch):
-    """The logs cannot be replaced any more, so they are those of the restored metrics."""
-    seen, real = [], Session.logs_for_callbacks
-
-    def logs_for_callbacks(self, logs, *more):
-        seen.append(float(logs["loss"]))
-        return real(self, logs, *more)
-
-    monkeypatch.setattr(Session, "logs_for_callbacks", logs_for_callbacks)
-    _, guard = fitted(Tracks(lambda x, last: last + 1.0), BAD)
-    assert guard.session.run.counts.refused == 1
-    assert len(seen) >= BATCHES and np.isfinite(seen).all()
