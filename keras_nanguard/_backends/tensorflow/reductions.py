@@ -7,9 +7,11 @@ is finite. So if a sum is not finite, the entries are read one by one (`counts`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_nanguard._backends.shared.rules import Operations
@@ -62,20 +64,11 @@ def squares(tensors: Iterable[Any], dtype: Any) -> Any:
 def total(tensors: Iterable[Any], dtype: Any) -> Any:
     """Return the sum of all entries; it is not finite if one entry is not.
 
-    Small tensors of one shape are added first, which saves measurable operations.
+    Small tensors of one shape are added first.
     """
-    sums = []
-    small: dict[Any, list[Any]] = {}
-    for tensor in filter(is_inexact, tensors):
-        tensor = _wide(tensor)
-        size = tensor.shape.num_elements()
-        if size is None or size >= LARGE:
-            sums.append(tf.cast(tf.reduce_sum(tensor), dtype))
-        else:
-            small.setdefault((tensor.dtype, tuple(tensor.shape)), []).append(tensor)
-    for group in small.values():
-        sums.append(tf.cast(tf.reduce_sum(tf.add_n(group) if len(group) > 1 else group[0]), dtype))
-    return add(sums, dtype)
+    groups = _alike(map(_wide, filter(is_inexact, tensors))).values()
+    summed = (tf.add_n(group) if len(group) > 1 else group[0] for group in groups)
+    return add([tf.cast(tf.reduce_sum(tensor), dtype) for tensor in summed], dtype)
 
 
 def settled(sum_: Any, finite: Any) -> Any:
@@ -90,8 +83,9 @@ def settled(sum_: Any, finite: Any) -> Any:
 
 def all_finite(tensors: Iterable[Any]) -> Any:
     """Return whether all entries are finite, a scalar bool."""
-    finite = [tf.reduce_all(_holds(tf.math.is_finite, t)) for t in filter(is_inexact, tensors)]
-    return tf.reduce_all([True, *finite])
+    groups = _alike(map(_numbers, filter(is_inexact, tensors)))
+    parts = [part for group in groups.values() for part in _parts(tf.stack(group))]
+    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(part)) for part in parts)])
 
 
 def counts(tensors: Sequence[Any]) -> Any:
@@ -102,18 +96,37 @@ def counts(tensors: Sequence[Any]) -> Any:
     """
     if not tensors:
         return tf.zeros((0, 3), tf.int64)
-    return tf.stack([_count(_numbers(tensor)) for tensor in tensors])
+    groups = _alike(map(_numbers, tensors))
+    order = np.argsort([place for places in groups for place in places])
+    return tf.gather(tf.concat([_counts(tf.stack(group)) for group in groups.values()], 0), order)
 
 
-def _count(tensor: Any) -> Any:
-    tests = (lambda part: ~tf.math.is_nan(part), lambda part: ~tf.math.is_inf(part))
-    nan, inf = (tf.math.count_nonzero(~_holds(test, tensor)) for test in tests)
-    return tf.stack([nan, inf, tf.size(tensor, tf.int64)])
+def _counts(group: Any) -> Any:
+    """Return the rows of `counts` for each entry of the first axis."""
+    number = group.shape[0]
+    found = [tf.fill([number], tf.size(group, tf.int64) // number)]
+    for test in (tf.math.is_inf, tf.math.is_nan):
+        bad = functools.reduce(tf.logical_or, map(test, _parts(group)))
+        found.insert(0, tf.reduce_sum(tf.reshape(tf.cast(bad, tf.int64), (number, -1)), 1))
+    return tf.stack(found, 1)
 
 
-def _holds(test: Callable[[Any], Any], tensor: Any) -> Any:
-    """Return for each entry whether a test holds; for a complex one, for both of its parts."""
-    tensor = _numbers(tensor)
-    if tensor.dtype.is_complex:
-        return test(tf.math.real(tensor)) & test(tf.math.imag(tensor))
-    return test(tensor)
+def _alike(tensors: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
+    """Return small tensors of one dtype and shape together, by their places; any other one alone.
+
+    One operation for many tensors saves most of the time to trace a deep network.
+    """
+    found: dict[Any, tuple[list[int], list[Any]]] = {}
+    for place, tensor in enumerate(tensors):
+        size = tensor.shape.num_elements()
+        small = size is not None and size < LARGE
+        key = (tensor.dtype, tuple(tensor.shape)) if small else place
+        places, group = found.setdefault(key, ([], []))
+        places.append(place)
+        group.append(tensor)
+    return {tuple(places): group for places, group in found.values()}
+
+
+def _parts(tensor: Any) -> list[Any]:
+    """Return a real tensor, or the real and the imaginary part of a complex one."""
+    return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
