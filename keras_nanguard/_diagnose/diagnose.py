@@ -258,13 +258,12 @@ def _far(
     (mean, variance), (own_mean, own_variance) = before, _moments(layer)
     if share <= 0.0 or not layer.trainable or not own_variance.any():
         return {}
-    own_mean, own_variance = own_mean / share, np.maximum(own_variance / share, 1e-12)
-    with np.errstate(all="ignore"):
-        ratio = np.maximum(variance, 1e-12) / own_variance
-        away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
-    collapsed = (ratio < 1 / MAX_VARIANCE_RATIO) & (
-        own_variance > MAX_VARIANCE_RATIO * layer.epsilon
-    )
+    own_mean, own_variance = own_mean / share, own_variance / share
+    # A channel that is constant in the batch, such as a dead one, says nothing about its variance.
+    known = np.where(own_variance > 0.0, own_variance, np.maximum(variance, 0.0)) + layer.epsilon
+    ratio = (variance + layer.epsilon) / known
+    away = np.abs(mean - own_mean) / np.sqrt(known)
+    collapsed = ratio < 1 / MAX_VARIANCE_RATIO
     wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
         return {}

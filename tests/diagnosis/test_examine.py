@@ -50,6 +50,21 @@ def test_one_ruined_moving_variance_is_found(trained, variance, value):
     assert not found.ok
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_a_channel_that_is_constant_in_the_batch_is_healthy(scale):
+    """One that is rarely active, with its statistics over all of the data."""
+    rng = np.random.default_rng(0)
+    whole = np.hstack([rng.random((1024, 3)), np.where(rng.random((1024, 1)) < 0.02, scale, 0.0)]).astype("float32")
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), layers.ReLU(), norm])
+    norm.moving_mean.assign(whole.mean(axis=0))
+    norm.moving_variance.assign(whole.var(axis=0))
+    batch = whole[whole[:, 3] == 0.0][:32]
+    assert diagnose(model, batch).ok
+    norm.moving_mean.assign([0.5, 0.5, 0.5, 1e4])
+    assert diagnose(model, batch).diagnosis.cause == "batchnorm_statistics"
+
+
 @pytest.mark.parametrize("rate, step", [(1e-20, "finite"), (1e30, "bad")])
 def test_gradients_whose_squares_overflow_are_judged_by_their_update(rate, step):
     """As in training: a step that leaves everything finite commits."""
