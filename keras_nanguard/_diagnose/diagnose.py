@@ -19,7 +19,7 @@ from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
-from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
@@ -166,12 +166,12 @@ def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     passes = [one for one in (inference, training, trained) if one is not None]
     bad = next((one for one in passes if not one.run.finite), None)
     evidence = _evidence(step, batch, inference, training, bad or trained or inference)
-    found = conclude(evidence)
+    found = diagnose_step(model, evidence, batch)
     failed = [f"{one.name} raised {raised(one.run.error)}" for one in passes if one.run.error]
     if found.cause == "unknown" and failed:
         remedy = "Pass one batch, x and y as for fit."
         raise GuardError(expected("data that the model accepts", failed[0], remedy))
-    if not (evidence.bad_site or evidence.state or evidence.notes):
+    if not (evidence.bad_site or evidence.state or evidence.notes or failed):
         found = replace(found, advice=())
     result = "" if trained is None else trained.run.word
     return DiagnosisReport(found, inference.run.rows, training.run.rows, result)

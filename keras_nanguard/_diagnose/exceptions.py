@@ -14,7 +14,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.sentences import at_rows
-from keras_nanguard._diagnose.targets import classes_of, rejected, targets_by_loss
+from keras_nanguard._diagnose.targets import INDICES, classes_of, rejected, targets_by_loss
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of
 
@@ -82,11 +82,14 @@ def _class_index(
         classes = classes_of(loss, shape)
         if high not in (0, classes):
             continue
-        known = loss if "sparse" in class_of(loss).lower() else SPARSE
+        custom = class_of(loss) not in INDICES
         targets = None if part is None else part.array
         per_row = math.prod(length or 0 for length in shape[1:]) // max(classes, 1)
         if targets is None and labels and per_row and len(sparse) == 1:
             targets = np.array(labels[1].split(), int).reshape(-1, per_row)
+        if targets is not None and custom and index:  # it may ignore others
+            targets = np.where(targets == int(index), targets, 0)
+        known = SPARSE if custom else loss
         wrong = None if targets is None else rejected(known, targets, classes)
         if wrong is not None:
             culprit, width, rows = str(loss.name), classes, wrong.rows
