@@ -200,7 +200,7 @@ def _evidence(
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
-        outputs = map(keras_arrays.dense, keras.tree.flatten(training.outputs))
+        outputs = map(keras_arrays.dense, _arrays(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
     case = Case(shown.step, batch, evidence).with_run(run, "" if run.finite else run.word)
     return run_trials(case).evidence
@@ -236,8 +236,12 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     return _Pass(name, forward, run, seen.get("outputs"), dict(far))
 
 
+def _arrays(outputs: Any) -> list[Any]:
+    return [output for output in keras.tree.flatten(outputs) if hasattr(output, "dtype")]
+
+
 def _float_arrays(outputs: Any) -> list[Any]:
-    found = keras.tree.flatten(outputs)
+    found = _arrays(outputs)
     return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
 
 
