@@ -195,8 +195,8 @@ def _batch(e: Evidence) -> Conclusion | None:
     if e.replay.origin.source == "batch":
         return _from_batch(e)
     named = {row for part in inputs for row in part.rows}
-    rows = set(e.trials.rows)
-    if named and rows and rows <= named and e.trials.without_rows == "finite":
+    # If the step is finite with some of them, NaN is imputed, and something else is the cause.
+    if named and named == set(e.trials.rows) and e.trials.without_rows == "finite":
         return Conclusion("input_nonfinite", inputs[0].name, _rows_of(e, inputs))
     if not e.replay.origin.source and e.bad_site != "weights":
         if inputs:

@@ -19,7 +19,7 @@ from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
-from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
@@ -166,12 +166,12 @@ def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     passes = [one for one in (inference, training, trained) if one is not None]
     bad = next((one for one in passes if not one.run.finite), None)
     evidence = _evidence(step, batch, inference, training, bad or trained or inference)
-    found = conclude(evidence)
+    found = diagnose_step(model, evidence, batch)
     failed = [f"{one.name} raised {raised(one.run.error)}" for one in passes if one.run.error]
     if found.cause == "unknown" and failed:
         remedy = "Pass one batch, x and y as for fit."
         raise GuardError(expected("data that the model accepts", failed[0], remedy))
-    if not (evidence.bad_site or evidence.state or evidence.notes):
+    if not (evidence.bad_site or evidence.state or evidence.notes or failed):
         found = replace(found, advice=())
     result = "" if trained is None else trained.run.word
     return DiagnosisReport(found, inference.run.rows, training.run.rows, result)
@@ -200,7 +200,7 @@ def _evidence(
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
-        outputs = map(keras_arrays.dense, keras.tree.flatten(training.outputs))
+        outputs = map(keras_arrays.dense, _arrays(training.outputs))
         run = replace(run, outputs=tuple(named_outputs(step.model, list(outputs))))
     case = Case(shown.step, batch, evidence).with_run(run, "" if run.finite else run.word)
     return run_trials(case).evidence
@@ -236,8 +236,12 @@ def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     return _Pass(name, forward, run, seen.get("outputs"), dict(far))
 
 
+def _arrays(outputs: Any) -> list[Any]:
+    return [output for output in keras.tree.flatten(outputs) if hasattr(output, "dtype")]
+
+
 def _float_arrays(outputs: Any) -> list[Any]:
-    found = keras.tree.flatten(outputs)
+    found = _arrays(outputs)
     return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
 
 
@@ -258,13 +262,12 @@ def _far(
     (mean, variance), (own_mean, own_variance) = before, _moments(layer)
     if share <= 0.0 or not layer.trainable or not own_variance.any():
         return {}
-    own_mean, own_variance = own_mean / share, np.maximum(own_variance / share, 1e-12)
-    with np.errstate(all="ignore"):
-        ratio = np.maximum(variance, 1e-12) / own_variance
-        away = np.abs(mean - own_mean) / np.sqrt(np.maximum(own_variance, layer.epsilon))
-    collapsed = (ratio < 1 / MAX_VARIANCE_RATIO) & (
-        own_variance > MAX_VARIANCE_RATIO * layer.epsilon
-    )
+    own_mean, own_variance = own_mean / share, own_variance / share
+    # A channel that is constant in the batch, such as a dead one, says nothing about its variance.
+    known = np.where(own_variance > 0.0, own_variance, np.maximum(variance, 0.0)) + layer.epsilon
+    ratio = (variance + layer.epsilon) / known
+    away = np.abs(mean - own_mean) / np.sqrt(known)
+    collapsed = ratio < 1 / MAX_VARIANCE_RATIO
     wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
     if not wrong.any():
         return {}

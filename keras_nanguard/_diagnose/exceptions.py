@@ -14,7 +14,7 @@ from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.sentences import at_rows
-from keras_nanguard._diagnose.targets import classes_of, rejected, targets_by_loss
+from keras_nanguard._diagnose.targets import INDICES, classes_of, rejected, targets_by_loss
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of
 
@@ -51,11 +51,12 @@ def explain_exception(model: Any, message: str, batch: Any = None) -> Explained 
         return _class_index(model, batch, found[1] or found[2], LABELS.search(message))
     if found := EITHER.search(message):
         of_targets = _class_index(model, batch, high=int(found[1]))
-        return of_targets if of_targets[1].samples else _entry(model, batch)
+        return of_targets if of_targets[1].samples else _entry(model, batch, message)
     if found := ENTRY.search(message):
-        return _entry(model, batch, int(found[1].split(",")[0]), int(found[2]), int(found[3]))
+        row = int(found[1].split(",")[0])
+        return _entry(model, batch, message, row, int(found[2]), int(found[3]))
     if UNKNOWN_ENTRY.search(message):
-        return _entry(model, batch)
+        return _entry(model, batch, message)
     if found := BROKEN.search(message):
         return _broken(model, message, found[0])
     return None
@@ -82,11 +83,14 @@ def _class_index(
         classes = classes_of(loss, shape)
         if high not in (0, classes):
             continue
-        known = loss if "sparse" in class_of(loss).lower() else SPARSE
+        custom = class_of(loss) not in INDICES
         targets = None if part is None else part.array
         per_row = math.prod(length or 0 for length in shape[1:]) // max(classes, 1)
         if targets is None and labels and per_row and len(sparse) == 1:
             targets = np.array(labels[1].split(), int).reshape(-1, per_row)
+        if targets is not None and custom and index:  # it may ignore others
+            targets = np.where(targets == int(index), targets, 0)
+        known = SPARSE if custom else loss
         wrong = None if targets is None else rejected(known, targets, classes)
         if wrong is not None:
             culprit, width, rows = str(loss.name), classes, wrong.rows
@@ -101,25 +105,38 @@ def _class_index(
 
 
 def _entry(
-    model: Any, batch: Any, row: int | None = None, value: int | None = None, high: int = 0
+    model: Any,
+    batch: Any,
+    message: str,
+    row: int | None = None,
+    value: int | None = None,
+    high: int = 0,
 ) -> Explained:
-    """An index beyond an embedding table of `high` entries (0: unknown). PyTorch reports neither:
-    both are searched in the model and the batch.
+    """An index beyond a table of `high` entries (0: unknown), that of an `Embedding` if one fits.
+    PyTorch reports neither: both are searched in the model and the batch.
     """
     tables = [table for table in _tables(model) if high in (0, table.input_dim)]
-    culprit = keras_layers.path_of(tables[0], None, model) if len(tables) == 1 else ""
-    high = int(tables[0].input_dim) if culprit else high
+    layer = None if tables else _layer_of(model, message)
+    if len(tables) == 1:
+        layer, high = tables[0], int(tables[0].input_dim)
+    culprit = "" if layer is None else keras_layers.path_of(layer, None, model)
     inputs = [part.array for part in batches.parts(batch) if part.role == "inputs"]
-    if value is None and culprit and len(inputs) == 1:
-        for wrong in np.argwhere((inputs[0] < 0) | (inputs[0] >= high))[:1]:
+    if value is None and high and len(inputs) == 1:
+        # An index below 0 counts from the end.
+        for wrong in np.argwhere((inputs[0] < -high) | (inputs[0] >= high))[:1]:
             row, value = int(wrong[0]), int(inputs[0][tuple(wrong)])
+    elif row is not None and not any((array[row : row + 1] == value).any() for array in inputs):
+        row = row if tables else None  # the indices of another table need not be in the batch
+    kind, whose, larger = "an embedding table", "the Embedding", "input_dim"
+    if not tables:
+        kind, whose, larger = "a table", "the layer", "the table"
     entries = f" of {high} entries" if high else ""
-    seen = f"An index is beyond the end of an embedding table{entries}."
+    seen = f"An index is beyond the end of {kind}{entries}."
     if value is not None:
         valid = f"with indices from 0 to {high - 1}"
-        seen = f"The index {value} is outside of an embedding table{entries}, {valid}."
-    table = repr(culprit) if culprit else "the Embedding"
-    advice = f"Make input_dim of {table} larger than the largest index, or map unknown ones."
+        seen = f"The index {value} is outside of {kind}{entries}, {valid}."
+    owner = repr(culprit) if culprit else whose
+    advice = f"Make {larger} of {owner} larger than the largest index, or map unknown ones."
     finding = Finding("inputs", "out_of_range", value=None if value is None else float(value))
     rows = () if row is None else (row,)
     confidence = SHOWN if value is None else SEEN
@@ -133,14 +150,9 @@ def _tables(model: Any) -> list[Any]:
 
 def _broken(model: Any, message: str, words: str) -> Explained:
     """A matrix that has no decomposition or inverse, or a check of TensorFlow for NaN."""
-    node = NODE.search(message)
-    names = node[1].split("/") if node is not None else []
-    by_name = {layer.name: layer for layer in keras_layers.layers_of(model)[1:]}
-    candidates = (n for name in reversed(names) for n in (name, re.sub(r"_\d+$", "", name)))
-    known = next((name for name in candidates if name in by_name), None)
-    layer = by_name[known] if known else _called(model, message)
+    node, layer = NODE.search(message), _layer_of(model, message)
     culprit = keras_layers.path_of(layer, None, model) if layer is not None else ""
-    backward = "gradient_tape" in names
+    backward = node is not None and "gradient_tape" in node[1].split("/")
     phase = " in the backward pass" if backward else ""
     operation = f" The operation was {node[2]}{phase}." if node is not None else ""
     seen, is_check = f"The backend raised: {words}.{operation}", words.startswith("Tensor had")
@@ -150,9 +162,16 @@ def _broken(model: Any, message: str, words: str) -> Explained:
     return finding, Diagnosis(cause, culprit, (), (seen,), () if is_check else (advice,), SEEN)
 
 
-def _called(model: Any, message: str) -> Any:
-    """Return the only layer of the class that Keras reports as being called, `None` if unknown."""
+def _layer_of(model: Any, message: str) -> Any:
+    """Return the layer of the node that TensorFlow names, or the only layer of the class that Keras
+    reports as being called; `None` if unknown.
+    """
+    layers, node = keras_layers.layers_of(model)[1:], NODE.search(message)
     words = CALLED.search(message)
-    name = words[1] if words is not None else ""
-    layers = [la for la in keras_layers.layers_of(model)[1:] if type(la).__name__ == name]
-    return layers[0] if len(layers) == 1 else None
+    by_name = {layer.name: layer for layer in layers}
+    for name in reversed(node[1].split("/") if node is not None else ()):
+        for known in (name, re.sub(r"_\d+$", "", name)):
+            if known in by_name:
+                return by_name[known]
+    called = [la for la in layers if words is not None and type(la).__name__ == words[1]]
+    return called[0] if len(called) == 1 else None

@@ -19,9 +19,11 @@ from keras_nanguard._keras.losses import class_of, losses_by_output, option_of
 PROBABILITIES = (
     *("CategoricalCrossentropy", "BinaryCrossentropy"),
     *("CategoricalFocalCrossentropy", "BinaryFocalCrossentropy"),
-    "CategoricalGeneralizedCrossEntropy",
 )
 """Losses whose targets are probabilities."""
+
+INDICES = ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy")
+"""Losses whose targets are class indices."""
 
 _NOT_NEGATIVE = ("Poisson", "KLDivergence", "MeanSquaredLogarithmicError")
 """Losses whose targets are not negative."""
@@ -61,7 +63,8 @@ dtype takes a few operations, each of which is off by half an ulp of its result.
 
 
 def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected | None:
-    """Return which targets a loss does not accept, `None` if it accepts all of them.
+    """Return which targets a loss of Keras does not accept, `None` if it accepts all of them or is
+    a custom one.
 
     Args:
         targets: the targets of one output, of any shape.
@@ -70,7 +73,7 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
     kind, wide = class_of(loss), finiteness.widen(targets)
     if wide.dtype.kind not in "fiu" or not wide.size:
         return None
-    if "sparsecategorical" in kind.replace("_", "").lower():  # a custom one, too
+    if kind in INDICES:
         wrong = ((wide < 0) | (wide >= width)) if width else wide < 0
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)

@@ -107,22 +107,26 @@ def _overridden(own: type, name: str) -> bool:
 
 # One loss or metric
 
-_CLASSES = {snake_case(n): n for n in dir(keras.losses) if n[0].isupper()}
-"""The classes in `keras.losses`, by the names of their functions."""
+_FUNCTIONS = {
+    n: getattr(keras.losses, snake_case(n), n) for n in dir(keras.losses) if n[0].isupper()
+}
+"""The functions of the classes in `keras.losses`, by the names of the classes."""
 
 
 def class_of(loss: Any) -> str:
     """Return the name of the class of Keras that a loss or metric belongs to: `"KLDivergence"` for
     an instance of it or of a class derived from it, for `keras.losses.kl_divergence`, and for a
-    partial or a wrapper of that function. A custom one has its own name.
+    partial or a wrapper of that function. A custom function or method, whatever its name, has none:
+    `""`.
     """
+    hooks = [name for name in ("__call__", "call", "update_state") if hasattr(loss, name)]
+    is_object = isinstance(loss, (keras.losses.Loss, keras.metrics.Metric))
+    if is_object and any(_overridden(type(loss), name) for name in hooks):
+        return ""
     function = getattr(loss, "fn", loss)
     function = getattr(function, "func", function)  # of a partial
-    name = str(getattr(function, "__name__", ""))
-    if name:
-        return _CLASSES.get(name, name)
-    own = keras_layers.class_of(loss)
-    return type(loss).__name__ if own in ("", "Loss") else own
+    named = next((name for name, own in _FUNCTIONS.items() if own is function), "")
+    return named or keras_layers.class_of(loss)
 
 
 def option_of(loss: Any, name: str) -> Any:

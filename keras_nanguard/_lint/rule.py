@@ -19,8 +19,8 @@ class Hazard:
 
     Attributes:
         code: code of the rule.
-        severity: `"error"` (it causes a failure), `"warning"` (it may cause one) or `"note"` (for
-            information).
+        severity: `"error"` (it causes a failure or wrong results), `"warning"` (it may) or `"note"`
+            (for information).
         path: path of the layer or variable, name of the loss or metric, or `""`.
         detail: the observation, one sentence.
         fix: the remedy, one sentence.

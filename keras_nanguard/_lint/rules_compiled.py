@@ -85,10 +85,10 @@ def _misfit(output: Output, loss: Any) -> str:
     if activation is None:
         return ""
     logarithm = f"{kind} takes the logarithm of the output of {activation}"
-    if kind in _CROSSENTROPIES and activation not in (*_PROBABILITIES, "linear"):
+    if _expects_logits(loss) is False and activation not in (*_PROBABILITIES, "linear"):
         return f"{logarithm}, which is not a probability"
     of_classes = kind in ("CategoricalCrossentropy", "SparseCategoricalCrossentropy")
-    if of_classes and activation == "sigmoid" and output.units == 1:
+    if of_classes and activation == "sigmoid" and classes_of(loss, output.shape) == 1:
         return f"{kind} on one unit: use BinaryCrossentropy"
     if kind == "Poisson" and activation not in POSITIVE:
         return f"{logarithm}, which can be 0 or negative"
@@ -102,8 +102,7 @@ def _misfit(output: Output, loss: Any) -> str:
 @rule("error", fix="Use sigmoid with BinaryCrossentropy, or one unit per class.", each="outputs")
 def softmax_of_one(output: Output) -> str:
     """Softmax over a single unit."""
-    single = output.activation == "softmax" and output.units == 1
-    return "softmax over one unit is 1 for any weights" if single else ""
+    return "softmax over one unit is 1 for any weights" if output.normalized == 1 else ""
 
 
 @rule(

@@ -3,7 +3,8 @@ its optimizer, and the data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +64,8 @@ class Output:
         path: name of the layer that computes it.
         activation: name of the last activation (`"linear"` if the layer has none), or `None` if it
             is not known.
+        normalized: number of entries that a last softmax adds up to 1; `None` if the activation is
+            another one, or the number is not known.
         dtype: dtype of the output, as text.
         shape: shape of the output, with the rows.
         loss: the loss for this output as an object of `keras.losses`, or `None`.
@@ -73,15 +76,11 @@ class Output:
     name: str
     path: str
     activation: str | None
+    normalized: int | None
     dtype: str
     shape: tuple[int | None, ...]
     loss: Any
     metrics: tuple[Any, ...]
-
-    @property
-    def units(self) -> int | None:
-        """Length of the last axis; `None` if it is not known, or is that of the rows."""
-        return self.shape[-1] if len(self.shape) > 1 else None
 
 
 class Subject:
@@ -137,11 +136,12 @@ class Subject:
         metrics = _per_output(given_metrics(self.model), names)
         found = []
         for name, tensor, loss, given in zip(names, tensors, losses, metrics, strict=False):
-            operation = _origin(tensor)
+            operation, shape = _origin(tensor)
             listed = given if isinstance(given, (list, tuple)) else [given]
             own = tuple(filter(None, map(_as_loss, listed)))
             path, activation = str(getattr(operation, "name", name)), _activation(operation)
-            about = (path, activation, str(tensor.dtype), tuple(tensor.shape))
+            normalized = _softmaxed(operation, shape) if activation == "softmax" else None
+            about = (path, activation, normalized, str(tensor.dtype), tuple(tensor.shape))
             found.append(Output(name, *about, _as_loss(loss), own))
         return tuple(found)
 
@@ -181,21 +181,21 @@ def activation_name(activation: Any) -> str | None:
     return str(name) if name else None
 
 
-def _origin(tensor: Any) -> Any:
+def _origin(tensor: Any) -> tuple[Any, tuple[int | None, ...]]:
     """Return the operation that computes a symbolic tensor, through nested models and changes of
-    shape."""
+    shape, and the shape of its result; `None` if it is not known."""
     for _ in range(100):
         source = source_of(tensor)
         if source is None:
-            return None
+            break
         operation, call, output = source
         if graph_operations(operation):
             tensor = operation.outputs[output]
         elif class_of(operation) in _SHAPE_ONLY:
             tensor = symbolic_arguments(operation, call)[0]
         else:
-            return operation
-    return None
+            return operation, tuple(tensor.shape)
+    return None, ()
 
 
 def _activation(operation: Any) -> str | None:
@@ -203,6 +203,15 @@ def _activation(operation: Any) -> str | None:
     if kind in _ACTIVATIONS:
         return _ACTIVATIONS[kind]
     return activation_name(operation.activation) if hasattr(operation, "activation") else None
+
+
+def _softmaxed(operation: Any, shape: Sequence[int | None]) -> int | None:
+    """Return the number of entries that a softmax adds up to 1, `None` if it is not known."""
+    axes = operation.axis if class_of(operation) == "Softmax" else -1
+    listed = axes if isinstance(axes, (list, tuple)) else [axes]
+    lengths = [None if axis is None else shape[axis] for axis in listed]
+    known = [length for length in lengths if length is not None]
+    return math.prod(known) if len(known) == len(lengths) else None
 
 
 def _per_output(given: Any, names: list[str]) -> list[Any]:

@@ -232,7 +232,7 @@ BATCH = {
         bad(origin=FROM_TARGETS, bad_site="gradients"),
         decided("gradient_domain", "loss", (), 0.8),
     ),
-    "bad rows are the rows to blame": (bad(**NAMED), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9)),
+    "finite with other bad rows": (bad(**NAMED), replace(DOMAIN, samples=(7, 2))),
     "all bad rows are to blame": (bad(**{**NAMED, "rows": (2, 5, 7)}), decided("input_nonfinite", "inputs/a", (2, 5, 7), 0.9)),
     "other rows are to blame": (bad(**{**NAMED, "rows": (2, 3)}), replace(DOMAIN, samples=(2, 3))),
     "no rows are to blame": (bad(**{**NAMED, "rows": ()}), DOMAIN),

@@ -50,6 +50,21 @@ def test_one_ruined_moving_variance_is_found(trained, variance, value):
     assert not found.ok
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_a_channel_that_is_constant_in_the_batch_is_healthy(scale):
+    """One that is rarely active, with its statistics over all of the data."""
+    rng = np.random.default_rng(0)
+    whole = np.hstack([rng.random((1024, 3)), np.where(rng.random((1024, 1)) < 0.02, scale, 0.0)]).astype("float32")
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), layers.ReLU(), norm])
+    norm.moving_mean.assign(whole.mean(axis=0))
+    norm.moving_variance.assign(whole.var(axis=0))
+    batch = whole[whole[:, 3] == 0.0][:32]
+    assert diagnose(model, batch).ok
+    norm.moving_mean.assign([0.5, 0.5, 0.5, 1e4])
+    assert diagnose(model, batch).diagnosis.cause == "batchnorm_statistics"
+
+
 @pytest.mark.parametrize("rate, step", [(1e-20, "finite"), (1e30, "bad")])
 def test_gradients_whose_squares_overflow_are_judged_by_their_update(rate, step):
     """As in training: a step that leaves everything finite commits."""
@@ -80,6 +95,78 @@ def test_a_bad_row_is_found_without_targets(trained):
     assert (found.diagnosis.cause, found.diagnosis.samples, found.step) == ("input_nonfinite", (3,), "")
     assert found.first_bad("inference") == model.layers[0].path
     json.dumps(found.to_dict(), allow_nan=False)
+
+
+class Imputed(layers.Layer):
+    """Replaces NaN by 0."""
+
+    def call(self, x):
+        return keras.ops.where(keras.ops.isnan(x), 0.0, x)
+
+
+class Logarithm(layers.Layer):
+    def call(self, x):
+        return keras.ops.log(x)
+
+
+@pytest.mark.parametrize("examined", [False, True])
+def test_imputed_values_are_not_the_cause(examined):
+    """Most rows miss a value, also the one whose logarithm is undefined."""
+    inputs = keras.Input((4,))
+    amount = Logarithm(name="log")(Imputed()(inputs)[:, :1])
+    model = keras.Model(inputs, layers.Dense(1)(amount))
+    model.compile("sgd", "mse")
+    x, y = np.ones((16, 4), "float32"), np.zeros((16, 1), "float32")
+    x[2:12, 2], x[5, 0] = np.nan, -1.0
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[guard := NanGuard(verbose=0)])
+    found = diagnose(model, x, y).diagnosis if examined else guard.incidents[0].diagnosis
+    assert (found.cause, found.culprit, found.samples) == ("forward_domain", "log", (5,))
+
+
+class WithNone(keras.Model):
+    """A model one of whose outputs is `None`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x), None
+
+
+def test_an_output_may_be_none():
+    model, x = WithNone(), np.ones((8, 4), "float32")
+    model(x)
+    assert diagnose(model, x).ok
+    x[3] = np.nan
+    assert diagnose(model, x).diagnosis.samples == (3,)
+
+
+class Taken(layers.Layer):
+    """Rows of a table of its own."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(4, 2), name="table")
+
+    def call(self, ids):
+        return keras.ops.sum(keras.ops.take(self.table, ids, axis=0), axis=1)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX an index beyond a table gives NaN")
+@pytest.mark.parametrize("own", [False, True])
+def test_the_layer_with_an_index_beyond_its_table_is_named(own):
+    """Negative indices count from the end."""
+    layer = Taken(name="own") if own else keras.Sequential([layers.Embedding(4, 2), layers.GlobalAveragePooling1D()])
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), layer, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    ids = np.arange(24).reshape(8, 3) % 4
+    ids[1, 1], ids[6, 2] = -3, 9
+    found = diagnose(model, ids, np.ones((8, 1), "float32")).diagnosis
+    assert found.cause == "forward_domain" and "-3" not in str(found)
+    assert ("mbedding" in str(found)) is not own
+    assert ("own" in found.culprit) is own
+    if not own:
+        assert found.samples == (6,) and "index 9" in found.evidence[0]
 
 
 def test_weights_without_targets_are_not_targets(trained):

@@ -58,6 +58,43 @@ def test_targets_that_are_off_by_rounding_are_healthy():
     assert diagnose(model, x, LABELS[:16] * 1.01).diagnosis.cause == "target_out_of_range"
 
 
+def masked_sparse_categorical_crossentropy(y, p):
+    """A loss of the user's, which ignores labels below 0."""
+    losses = keras.losses.sparse_categorical_crossentropy(keras.ops.maximum(y, 0), p, from_logits=True)
+    return keras.ops.where(keras.ops.squeeze(y, -1) < 0, 0.0, losses)
+
+
+def test_a_custom_loss_may_accept_any_targets():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    model.compile("sgd", masked_sparse_categorical_crossentropy)
+    x, y = np.ones((16, 8), "float32"), np.arange(16)[:, None] % 3
+    y[4:] = -100
+    assert diagnose(model, x, y).ok
+    x[2] = np.nan
+    guard = NanGuard(verbose=0)
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[guard])
+    assert "not accept" not in str(guard.incidents[0].diagnosis)
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
+def test_a_class_index_that_a_custom_loss_does_not_ignore_is_found():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    model.compile("sgd", masked_sparse_categorical_crossentropy)
+    y = np.arange(16)[:, None] % 3
+    y[4:8], y[10] = -100, 7
+    found = diagnose(model, np.ones((16, 8), "float32"), y).diagnosis
+    assert (found.cause, found.samples) == ("target_out_of_range", (10,))
+    assert "class index 7" in found.evidence[0]
+
+
+@pytest.mark.skipif(not hasattr(keras.losses, "CategoricalGeneralizedCrossEntropy"), reason="new in Keras 3.9")
+def test_a_loss_of_noisy_labels_takes_class_indices():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, "softmax")])
+    model.compile("sgd", keras.losses.CategoricalGeneralizedCrossEntropy())
+    x, y = np.ones((6, 8), "float32"), np.arange(6) % 3
+    assert diagnose(model, x, y).ok
+
+
 @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
 @pytest.mark.parametrize("keys", [False, True])
 def test_a_class_index_is_found_in_the_output_that_has_it(keys):

@@ -115,6 +115,8 @@ def head(activation, loss, units=3, **options):
         (None, "categorical_focal_crossentropy", {"logits_as_probabilities"}),
         ("sigmoid", keras.losses.BinaryCrossentropy(from_logits=True), {"probabilities_as_logits"}),
         (None, keras.losses.BinaryCrossentropy(from_logits=True), set()),
+        ("tanh", keras.losses.BinaryCrossentropy(from_logits=True), set()),
+        ("log_softmax", keras.losses.CategoricalCrossentropy(from_logits=True), set()),
         (None, lambda y, p: keras.ops.mean(p - y), set()),
     ],
 )
@@ -123,11 +125,52 @@ def test_loss_and_last_activation(activation, loss, codes):
     assert head(activation, loss) == codes
 
 
+def test_a_metric_that_expects_logits_takes_them():
+    metrics = keras.metrics
+    for metric in (metrics.CategoricalCrossentropy, metrics.BinaryCrossentropy):
+        assert head("tanh", "mse", metrics=[metric(from_logits=True)]) == set()
+        assert head("tanh", "mse", metrics=[metric()]) == {"metric_does_not_fit"}
+
+
+@pytest.mark.parametrize("axis", [1, -1, (1, 2)])
+@pytest.mark.parametrize("softmax", [lambda axis: layers.Softmax(axis), lambda axis: lambda x: keras.ops.softmax(x, axis)])
+def test_a_softmax_over_another_axis_than_the_last(axis, softmax):
+    inputs = keras.Input((10, 4))
+    shares = softmax(axis)(layers.Dense(1)(inputs))
+    for outputs in (shares, layers.Reshape((10,))(shares)):
+        found = {hazard.code for hazard in lint(keras.Model(inputs, outputs)).hazards}
+        assert found == ({"softmax_of_one"} if axis == -1 else set())
+
+
 FIVES, LABELS = np.full((4, 3), 5.0), np.array([0, 1, 2, 1])
 SPARSE, IGNORED = (
     keras.losses.sparse_categorical_crossentropy,
     keras.losses.SparseCategoricalCrossentropy,
 )
+
+
+def own(name):
+    """Return a loss of the user's that has the name of one of Keras, or contains it."""
+
+    def masked(y_true, y_pred):
+        return keras.ops.mean(keras.ops.where(y_true < 0, 0.0, y_pred))
+
+    masked.__name__ = name
+    return masked
+
+
+class Masked(keras.losses.SparseCategoricalCrossentropy):
+    """A loss of the user's that ignores negative classes."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.where(y_true < 0, 0.0, super().call(keras.ops.maximum(y_true, 0), y_pred))
+
+
+class Named(keras.losses.SparseCategoricalCrossentropy):
+    """A loss of Keras with another name."""
+
+
+NOISY = getattr(keras.losses, "CategoricalGeneralizedCrossEntropy", IGNORED)  # new in Keras 3.9
 
 
 @pytest.mark.parametrize(
@@ -151,6 +194,13 @@ SPARSE, IGNORED = (
         ("msle", -FIVES, "softplus", False),
         ("msle", -np.ones((4, 3)), "softplus", False),
         ("hinge", FIVES, "tanh", True),
+        (NOISY(), LABELS, "softmax", True),
+        (NOISY(), LABELS + 1, "softmax", False),
+        (own("masked_sparse_categorical_crossentropy"), -LABELS, "softmax", True),
+        (own("sparse_categorical_crossentropy"), -LABELS, "softmax", True),
+        (own("binary_crossentropy"), -FIVES, "sigmoid", True),
+        (Masked(), -LABELS, "softmax", True),
+        (Named(), -LABELS, "softmax", False),
     ],
 )
 def test_targets_are_compared_with_the_range_of_the_loss(loss, targets, activation, accepted):
