@@ -292,6 +292,10 @@ class Run:
 
     # The changes of the policy, for the next fit and for another process
 
+    def passed_optimizers(self) -> list[tuple[Any, Any]]:
+        """Return each optimizer and its learning rate as they were passed."""
+        return [keras_optimizers.passed(optimizer) for optimizer in self.train_state().optimizers]
+
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""
         counts, optimizers = self.counts, self.train_state().optimizers
