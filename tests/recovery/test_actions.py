@@ -204,6 +204,21 @@ class TestRollback:
         first, second, third = seeds
         assert first != second != third != first
 
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
+    def test_batches_of_an_own_loop(self):
+        """A loop chooses its batches: none is skipped, nothing is left to skip, and the outcome says so."""
+        model, guard = zoo.plain(), acting({"rollback": {"skip_batches": 3}})
+        x, ones = zoo.poison(zoo.regression(), 6).x.reshape(zoo.BATCHES, 8, 6), keras.ops.ones((8, 1))
+        with guard.watch(model):
+            step = guard.step(lambda x: model.train_step((keras.ops.convert_to_tensor(x), ones))["loss"])
+            for batch in x:
+                step(batch)
+            assert not guard.session.pending, "nothing is due before the next step"
+        ((_, status, detail),) = outcomes(guard, "rollback")
+        assert status == "done" and "skip" in detail and "batches are skipped" not in detail and "loop" in detail
+        steps = guard.recording.steps
+        assert steps["status"].tolist() == [int(n == 6) for n in range(12)] and steps["batch"].tolist() == [*range(12)]
+
     def test_skipped(self):
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
