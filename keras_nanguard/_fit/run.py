@@ -127,6 +127,7 @@ class Run:
         which its state was restored, if any.
         """
         self.began = True
+        self.log.count_anew()
         meta = {
             "model": str(getattr(self.model, "name", type(self.model).__name__)),
             "backend": current.name(),
