@@ -252,11 +252,6 @@ class NanGuard(keras.callbacks.Callback):
                     break
         ```
         """
-        if self._loop is not None:
-            raise GuardInUseError(
-                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
-                " loop. Use one NanGuard per loop."
-            )
         self._require_free()
         model, optimizers = loop.guardable(model, optimizers)
         self._loop = self._begin_steps(model, optimizers)
@@ -416,7 +411,7 @@ class NanGuard(keras.callbacks.Callback):
             running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
             raise GuardInUseError(
                 f"Expected a guard that is not in use. Received: a guard of a running {running}."
-                " Create a separate NanGuard for each fit that runs at the same time."
+                " Create a separate NanGuard for each fit or loop that runs at the same time."
             )
         self._detach()
 
