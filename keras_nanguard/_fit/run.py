@@ -244,8 +244,8 @@ class Run:
     def say_lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""
         needed, free = memory.readable(size), memory.readable(memory.room())
-        reason = f"a copy takes {needed} and leaves too little of the {free} of free memory"
-        self.say_once(what, f"NanGuard: {what}: {reason}.")
+        reason = f"a copy takes {needed} and leaves too little of the {free} of memory"
+        self.say_once(what, f"NanGuard: {what}: {reason} free at the peak of the process.")
 
     # What is recorded
 
