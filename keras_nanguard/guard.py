@@ -65,7 +65,9 @@ class NanGuard(keras.callbacks.Callback):
             refused.
         resume: whether to resume from the newest good snapshot in `directory`, if there is one. It
             restores the state of the model, the position in the data, and the state of the policy.
-            Snapshots are then stored on disk.
+            Snapshots are then stored on disk. The first `fit` resumes, later ones are new. If the
+            snapshot is of a later `fit` of this guard, an earlier one raises a `GuardError`: give
+            each its own guard and directory, or pass `epochs=0` to those before it.
         logs: whether to add `nanguard/grad_norm`, `nanguard/rate_factor`, `nanguard/loss_scale` and
             `nanguard/rollbacks` to the epoch logs. `refused_steps` is always there.
         sample_ids: names of the rows: one name for each row of `x`, or the key of the batch that
@@ -121,6 +123,7 @@ class NanGuard(keras.callbacks.Callback):
         self._loop: Session | None = None
         self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
         self._may_resume, self._names_missing = True, False
+        self._fits = 0  # begun before the current one
 
     # What a user reads
 
@@ -249,11 +252,6 @@ class NanGuard(keras.callbacks.Callback):
                     break
         ```
         """
-        if self._loop is not None:
-            raise GuardInUseError(
-                "Expected a guard that does not watch a loop yet. Received: a guard of a running"
-                " loop. Use one NanGuard per loop."
-            )
         self._require_free()
         model, optimizers = loop.guardable(model, optimizers)
         self._loop = self._begin_steps(model, optimizers)
@@ -338,7 +336,7 @@ class NanGuard(keras.callbacks.Callback):
         plan = self.params or {}
         self._attached.begin(plan)
         self._warn_about_policy()
-        resumed = self._resumed_from(plan.get("steps"))
+        resumed = self._resumed_from(plan.get("steps"), plan.get("epochs"))
         self._attached.session.start.begin(resumed, plan.get("epochs"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -413,7 +411,7 @@ class NanGuard(keras.callbacks.Callback):
             running = "loop" if in_loop else f"fit of {getattr(self.model, 'name', None)!r}"
             raise GuardInUseError(
                 f"Expected a guard that is not in use. Received: a guard of a running {running}."
-                " Create a separate NanGuard for each fit that runs at the same time."
+                " Create a separate NanGuard for each fit or loop that runs at the same time."
             )
         self._detach()
 
@@ -440,14 +438,16 @@ class NanGuard(keras.callbacks.Callback):
         """
         from keras_nanguard._diagnose.explainer import Explainer
 
-        own = (self.functions, self.directory, self._directory_shown)
+        if (last := self.session) is not None:
+            unresumed = last.start.resuming is not None  # an error came before
+            self._may_resume |= unresumed
+            self._fits += not unresumed and (last.run.began or last.finished)
+        own = (self.functions, self.directory, self._directory_shown, self._fits)
         run = Run(model, self.policy, self._log, optimizers, *own)
         explain = Explainer(run, self._log.line) if self.diagnose else None
         session = Session(run, explain)
-        if self.session is not None:
-            self._may_resume |= self.session.start.resuming is not None  # an error came before
-            if self.session.run.model is model:
-                session.follow(self.session)
+        if last is not None and last.run.model is model:
+            session.follow(last)
         self.session = session
         self._log.begin(run.directory, run.shown)
         return session
@@ -488,15 +488,22 @@ class NanGuard(keras.callbacks.Callback):
             for line in warnings_about(self.policy, name, paths, self.functions, self.diagnose):
                 self._log.once(f"NanGuard: {line}")
 
-    def _resumed_from(self, steps: int | None = None) -> Resumed | None:
+    def _resumed_from(self, steps: int | None = None, epochs: int | None = None) -> Resumed | None:
         """Return the newest snapshot on disk until one was restored, or there was none: a later fit
         is another run.
+
+        Raises:
+            GuardError: if it is of a later fit, unless this one has no epochs.
         """
         if self.directory is None or not (self.resume and self._may_resume):
             return None
         found = find(self.directory, steps)
         what = "snapshot to resume from (its step, -1 for none)"
         processes.require_agreement(-1 if found is None else found.record.step, what)
+        if found is not None and found.record.fit > self._fits:
+            if epochs == 0:
+                return None
+            raise found.of_later_fit(self._fits)
         self._may_resume = False
         return found
 
@@ -505,7 +512,8 @@ class NanGuard(keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: everything except the fit."""
         of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
-        return {**vars(self), **of_fit, "_may_resume": True, "_names_missing": False}
+        begins = {"_may_resume": True, "_names_missing": False, "_fits": 0}
+        return {**vars(self), **of_fit, **begins}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Read a pickle. A relative directory is one of the process that reads it."""

@@ -208,6 +208,9 @@ class StateAccess:
     can_run_again = False
     """Whether `run_again` can be called."""
 
+    skips_batches = False
+    """Whether it can leave out batches: a step of a loop does not choose its own."""
+
     @property
     def reads_iterator(self) -> bool:
         """Whether the step refers to an iterator, so that it would read another batch from it."""

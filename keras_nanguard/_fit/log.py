@@ -23,8 +23,9 @@ class GuardLog:
     """The incidents, the recording, the bad rows and the printed lines of one guard.
 
     Args:
-        verbose: 0 prints nothing; 1 the first incident of each kind, then the 10th, the 100th, ...,
-            and each that changes the model, the optimizer or the training; 2 every incident.
+        verbose: 0 prints nothing; 1 the first incident of each kind in a fit, then the 10th, the
+            100th, ..., and each that changes the model, the optimizer or the training; 2 every
+            incident.
         sample_ids: names of the rows, as for `NanGuard`.
 
     Attributes:
@@ -46,6 +47,11 @@ class GuardLog:
         """Begin a run, with its directory if it has one, and with that as the user wrote it."""
         self._of_run, self._details = [], _details(shown)
         self._directory = Path(directory or "")
+
+    def count_anew(self) -> None:
+        """Print again, in a fit whose first step begins, what an earlier fit has printed."""
+        self._seen.clear()
+        self._most_refused = 0
 
     def announce(self, incident: Incident) -> None:
         """Record an incident, and print its line, if it has one."""

@@ -106,10 +106,12 @@ def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
         raise NotDoneError("there is no verified snapshot to restore")
     rerun = rollback.plan_replay(context, snapshot) if p.replay_steps else None
     undone = rollback.restore(context, snapshot, rerun, reseed=rerun is None)
-    skip = p.skip_batches
+    skip = p.skip_batches if run.access.skips_batches else 0
     run.counts.roll_back(skip)
     back = f"restored the state {snapshot.moment}"
     also = f"; the next {skip} batches are skipped" if skip else ""
+    if skip < p.skip_batches:
+        also = "; no batch is skipped, because a loop of your own chooses them"
     if rerun is not None:
         again = f"{times(rerun.replayed, 'later step')} replayed"
         return Done(f"{back}{also}; {again}", snapshot, rerun)

@@ -193,25 +193,26 @@ class Rate:
             absolute=self._absolute,
         )
 
-    def resume(self, done: RateChange, write: bool) -> None:
-        """Restore the changes that `change` returned.
+    def resume(self, done: RateChange, write: bool) -> bool:
+        """Restore the changes that `change` returned; return whether they are restored.
 
         Args:
             write: whether to write a plain rate. If not, a rate that someone has changed since
                 counts as a new choice, and the earlier changes are forgotten.
         """
         if self.plain != (done.rate is not None):
-            return
+            return False
         if self.plain and write:
             self._assign(done.rate)
         elif self.plain and not math.isclose(self.value, done.rate or 0.0, rel_tol=1e-6):
-            return
+            return False
         self._left, self._absolute = done.rate, done.absolute
         lowered = done.factor * DISTINCT if done.factor < 1 else 1.0
         self._own = math.nan if done.rate is None else done.rate / lowered
         self.factor = done.factor if self.plain else 1.0
         if done.factor < 1 and not self.plain:
             self._set(done.factor)
+        return True
 
 
 class Lowering(Record):

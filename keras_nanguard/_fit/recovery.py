@@ -173,14 +173,14 @@ class Recovery:
         """
         self.policy_state = state.policy_state
         for optimizer, done, settings in zip(optimizers, state.rates, state.settings):
-            if done is not None:
-                self.rate(optimizer).resume(done, write)
+            if done is not None and self.rate(optimizer).resume(done, write):
+                self.lowering = state.lowering
             both = (keras_optimizers.inner(optimizer), optimizer)
             for name, value in settings.items():
                 target = next((t for t in both if hasattr(t, name)), None)
                 if target is not None:  # else this optimizer has no such setting
                     self.change(target, name, value)
-        self.lowering, self.scale_bounds = state.lowering, state.scale_bounds
+        self.scale_bounds = state.scale_bounds
 
     def end(self) -> None:
         """Undo the changes to the optimizers."""
@@ -282,6 +282,22 @@ class GuardState(Record):
     rollbacks: Whole = 0
     lowering: Lowering = Lowering()
     scale_bounds: tuple[float, float] | None = None
+
+    def without_replaced(self, before: Sequence[Any], now: Sequence[Any]) -> GuardState:
+        """Return the state without the changes of optimizers, or of their rates, in whose place
+        there are others now: those are new choices.
+
+        Args:
+            before, now: the optimizers and rates; see `_keras.optimizers.passed`.
+        """
+        rates: list[RateChange | None] = [None] * len(now)
+        settings: list[dict[Any, Any]] = [{} for _ in now]
+        for place, (optimizer, rate) in enumerate(now):
+            for earlier, (other, other_rate) in enumerate(before):
+                if other is optimizer:
+                    settings[place] = self.settings[earlier]
+                    rates[place] = self.rates[earlier] if other_rate is rate else None
+        return self.replaced(rates=tuple(rates), settings=tuple(settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values with a format number."""

@@ -97,6 +97,13 @@ class Resumed:
                 what, remedy = "a snapshot with a valid generator state", "Omit resume=True."
                 raise GuardError(expected(what, plain_text(error), remedy)) from error
 
+    def of_later_fit(self, fit: int) -> GuardError:
+        """Return the error if an earlier fit of the guard, numbered from 0, finds this state."""
+        later = self.record.fit + 1
+        remedy = f"Pass epochs=0 to the fits before fit {later}, or give each a guard and directory"
+        what, found = f"a snapshot of fit {fit + 1} of the guard", f"{self.path} of fit {later}"
+        return GuardError(expected(what, found, f"{remedy} of its own."))
+
     def leaves_nothing_of(self, epochs: int | None) -> bool:
         """Whether a fit of this many epochs has nothing left to train."""
         return epochs is not None and self.epoch >= epochs

@@ -39,6 +39,7 @@ class Run:
         optimizers: the optimizers of a loop without a trainer; `None` for those of the model.
         directory: folder for files; `None` writes nothing.
         shown: this folder as the user wrote it, for messages and for the paths of bundles.
+        fit: number of earlier fits of the guard.
 
     Attributes:
         log: what the guard prints, and its incidents, in all of its fits.
@@ -67,6 +68,7 @@ class Run:
         functions: Mapping[str, Callable[..., Any]],
         directory: Path | None,
         shown: str | None,
+        fit: int = 0,
     ):
         self.model, self.optimizers, self.policy = model, optimizers, policy
         self.functions, self.log, self._said = functions, log, set[str]()
@@ -81,7 +83,7 @@ class Run:
         self.history = History()
         together = current.host().trains_together(model, optimizers is not None)
         self.agreement = Agreement(together)
-        self._folder = self._snapshot_folder()
+        self._folder = self._snapshot_folder(fit)
         kept = policy.snapshot
         self.ring = Ring(kept.keep, kept.good_steps, self.agreement.any_of, self._folder)
         self.due = Due()
@@ -90,14 +92,14 @@ class Run:
         self.created: dict[int, Any] | None = {}
         self._traced: TrainState | None = None
 
-    def _snapshot_folder(self) -> SnapshotFolder | None:
+    def _snapshot_folder(self, fit: int) -> SnapshotFolder | None:
         if self.directory is None or self.policy.snapshot.storage != "disk":
             return None
         if current.host().is_sharded(self.model):
             remedy = 'Use storage = "memory", no resume=True, and torch.distributed.checkpoint.'
             received = 'storage = "disk" for a module that fully_shard has split'
             raise GuardError(expected("a model that one process can save", received, remedy))
-        return SnapshotFolder(self.directory, self.say_once)
+        return SnapshotFolder(self.directory, fit, self.say_once)
 
     @property
     def step(self) -> int:
@@ -125,6 +127,7 @@ class Run:
         which its state was restored, if any.
         """
         self.began = True
+        self.log.count_anew()
         meta = {
             "model": str(getattr(self.model, "name", type(self.model).__name__)),
             "backend": current.name(),
@@ -241,8 +244,8 @@ class Run:
     def say_lacks_memory(self, what: str, size: float) -> None:
         """Print once that a copy of this many bytes does not fit, and the consequence."""
         needed, free = memory.readable(size), memory.readable(memory.room())
-        reason = f"a copy takes {needed} and leaves too little of the {free} of free memory"
-        self.say_once(what, f"NanGuard: {what}: {reason}.")
+        reason = f"a copy takes {needed} and leaves too little of the {free} of memory"
+        self.say_once(what, f"NanGuard: {what}: {reason} free at the peak of the process.")
 
     # What is recorded
 
@@ -289,6 +292,10 @@ class Run:
         self.record_event("learning_rate", text, data)
 
     # The changes of the policy, for the next fit and for another process
+
+    def passed_optimizers(self) -> list[tuple[Any, Any]]:
+        """Return each optimizer and its learning rate as they were passed."""
+        return [keras_optimizers.passed(optimizer) for optimizer in self.train_state().optimizers]
 
     def changes(self) -> GuardState:
         """Return the current changes of the policy."""

@@ -41,6 +41,7 @@ class Session:
         finished: whether the fit has ended normally, or the steps without a fit so far.
         start: from which state the run starts.
         guard_state: the changes of the policy at the end of the fit.
+        passed: the optimizers and rates of these changes; see `_keras.optimizers.passed`.
     """
 
     def __init__(self, run: Run, explain: Explainer | None):
@@ -50,6 +51,7 @@ class Session:
         self.finished = self._deferred = False
         self.start = Start(run)
         self.guard_state: GuardState | None = None
+        self.passed: list[tuple[Any, Any]] = []
         self._generators: Any = None
 
     # Before a step
@@ -117,7 +119,8 @@ class Session:
         """Take over the state of an earlier fit of the same model."""
         self.run.state_check.follow(earlier.run.state_check)
         if earlier.guard_state is not None:
-            self.run.adopt(earlier.guard_state, write=False)
+            before, now = earlier.passed, self.run.passed_optimizers()
+            self.run.adopt(earlier.guard_state.without_replaced(before, now), write=False)
 
     def begin_fit(self, deferred: bool) -> None:
         """Begin a fit; `deferred`: its callbacks run in another thread, so that they cannot act
@@ -381,6 +384,7 @@ class Session:
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
             closing.callback(run.recent.release)
-            self.guard_state = self.guard_state or run.changes()
+            if self.guard_state is None:
+                self.guard_state, self.passed = run.changes(), run.passed_optimizers()
             if run.agreement.has_news:  # no later step has reported it to the others
                 self.incidents.report(incident_of(run, run.agreement.pick_up()))

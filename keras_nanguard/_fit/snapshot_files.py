@@ -75,6 +75,7 @@ class SnapshotRecord(Record):
         optimizers: for each optimizer the numbers of the weights for which it was built, or `None`
             if it was not built.
         versions: of this library, Keras, its backend, NumPy and Python.
+        fit: number of earlier fits of the guard in its process.
     """
 
     step: Count
@@ -88,6 +89,7 @@ class SnapshotRecord(Record):
     generator: bool
     optimizers: tuple[tuple[Count, ...] | None, ...]
     versions: dict[str, str]
+    fit: Count = 0
 
     def write(self, folder: Path) -> None:
         """Write the record into the folder of its snapshot."""
@@ -284,11 +286,12 @@ class SnapshotFolder:
     """The files of the snapshots of one fit. Nothing is raised if they cannot be written.
 
     Args:
+        fit: number of earlier fits of the guard.
         say_once: prints a line, once for each subject, its first argument.
     """
 
-    def __init__(self, directory: str | Path, say_once: Callable[[str, str], None]):
-        self.path, self._say_once = Path(directory) / FOLDER, say_once
+    def __init__(self, directory: str | Path, fit: int, say_once: Callable[[str, str], None]):
+        self.path, self._fit, self._say_once = Path(directory) / FOLDER, fit, say_once
         self._files: list[SnapshotFile] = []
         path = self.path.parent / LOCK
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
@@ -302,7 +305,7 @@ class SnapshotFolder:
         def write() -> SnapshotFile:
             self._take_lock()
             atomic_files.sweep(self.path)
-            return save(self.path, state, **about)
+            return save(self.path, state, fit=self._fit, **about)
 
         file = self._attempt(write)
         self._files += [] if file is None else [file]

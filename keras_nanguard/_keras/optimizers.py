@@ -90,6 +90,13 @@ def given_rate(optimizer: Any) -> Any:
     return getattr(optimizer, "_learning_rate", None)
 
 
+def passed(optimizer: Any) -> tuple[Any, Any]:
+    """Return the optimizer, without an adapter, and its rate as they were passed."""
+    own = inner(optimizer)
+    rate = given_rate(own)
+    return getattr(own, "of", own), getattr(rate, "of", rate)
+
+
 def learning_rate(optimizer: Any) -> float:
     """Return the rate of the optimizer's next step, from a number, a schedule or a callable."""
     rate = inner(optimizer)._get_current_learning_rate()

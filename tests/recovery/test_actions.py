@@ -204,6 +204,21 @@ class TestRollback:
         first, second, third = seeds
         assert first != second != third != first
 
+    @pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the state passes through the step")
+    def test_batches_of_an_own_loop(self):
+        """A loop chooses its batches: none is skipped, nothing is left to skip, and the outcome says so."""
+        model, guard = zoo.plain(), acting({"rollback": {"skip_batches": 3}})
+        x, ones = zoo.poison(zoo.regression(), 6).x.reshape(zoo.BATCHES, 8, 6), keras.ops.ones((8, 1))
+        with guard.watch(model):
+            step = guard.step(lambda x: model.train_step((keras.ops.convert_to_tensor(x), ones))["loss"])
+            for batch in x:
+                step(batch)
+            assert not guard.session.pending, "nothing is due before the next step"
+        ((_, status, detail),) = outcomes(guard, "rollback")
+        assert status == "done" and "skip" in detail and "batches are skipped" not in detail and "loop" in detail
+        steps = guard.recording.steps
+        assert steps["status"].tolist() == [int(n == 6) for n in range(12)] and steps["batch"].tolist() == [*range(12)]
+
     def test_skipped(self):
         guard = acting("rollback")
         train(guard, 0, build=_damaged)
@@ -437,6 +452,23 @@ class TestLowerLr:
         assert float(model.optimizer.learning_rate.numpy()) < 0.1
         model.fit(np.repeat(x, 5, axis=0), np.repeat(x, 5, axis=0), batch_size=1, verbose=0, callbacks=[guard])
         assert float(model.optimizer.learning_rate.numpy()) == before
+
+    @pytest.mark.daily("optimizer-schedule")
+    @pytest.mark.parametrize("kind", ["schedule", "plain"])
+    @pytest.mark.parametrize("chosen", ["optimizer", "rate", "nothing"])
+    def test_a_new_choice_for_the_next_fit(self, chosen, kind):
+        """Another optimizer or rate is not lowered; one optimizer stays clipped, another is not."""
+        rate = float if kind == "plain" else (lambda value: schedules.PolynomialDecay(value, 1000, value))
+        guard = acting({"lower_lr": {"factor": 0.1, "recover_after": 0}}, {"clip": {"global_clipnorm": 0.5}})
+        model = line(keras.optimizers.SGD(rate(0.5)))
+        assert walk(model, guard, 3)[-1] == pytest.approx(0.025, rel=1e-3)
+        if chosen == "optimizer":
+            model.compile(keras.optimizers.SGD(rate(0.25)), model.loss)
+        elif chosen == "rate":
+            model.optimizer.learning_rate = rate(0.25)
+        wanted = {"optimizer": 0.25, "rate": 0.125, "nothing": 0.025}[chosen]
+        np.testing.assert_allclose(walk(model, guard), wanted, rtol=1e-3)
+        assert (guard.session.run.recovery.lowering.at is None) == (chosen != "nothing")
 
     def test_saved_model(self, tmp_path):
         """Saved while the rate is lowered, it loads without this library, with its own schedule."""

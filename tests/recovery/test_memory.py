@@ -74,6 +74,7 @@ class TestFit:
         said = capsys.readouterr().out
         assert said.count("NanGuard: no snapshot of the state before the first step: ") == 1
         assert said.count("NanGuard: no snapshot: a copy takes ") == 1
+        assert said.count(" free at the peak of the process.\n") == 2, "the process may use less now"
         assert guard.session.run.ring.snapshots == [] and "Traceback" not in said
 
     def test_steps_are_refused_all_the_same(self, room):

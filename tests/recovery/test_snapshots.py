@@ -338,6 +338,37 @@ class TestResume:
                 with pytest.raises(GuardError, match="another model"):
                     guard.session.before()
 
+    @pytest.mark.parametrize("which", ["fit", "loop"])
+    def test_a_later_fit_of_the_guard(self, which, tmp_path):
+        """A script of several fits that was killed in the second: its first fit does not get that state. If it has
+        nothing to train, the second one resumes.
+        """
+        data, more, keep = zoo.regression(), zoo.regression(seed=3), {"keep": 1}
+
+        def script(guard, before, *cut):
+            keras.utils.set_random_seed(0)
+            model = zoo.plain()
+            zoo.fit(model, data, guard, epochs=before)
+            zoo.fit(model, more, guard, *cut, epochs=2)
+            return model
+
+        whole = script(on_disk(tmp_path / "whole", snapshot=keep), 2)
+        with pytest.raises(KeyboardInterrupt):
+            script(on_disk(tmp_path, snapshot=keep), 2, Cut(15))
+        guard = on_disk(tmp_path, resume=True, snapshot=keep)
+        model = zoo.plain()
+        before = model.get_weights()
+        with pytest.raises(GuardError, match=r"of fit 1 .* of fit 2\. Pass epochs=0 "):
+            if which == "fit":
+                zoo.fit(model, data, guard, epochs=2)
+            else:
+                with guard.watch(model):
+                    pass
+        for one, other in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(one, other)
+        for one, other in zip(script(guard, 0).get_weights(), whole.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
     @pytest.mark.daily("unbuilt-*")
     @pytest.mark.parametrize("epochs", [4, 2])
     @pytest.mark.parametrize("case", [c for c in RESUMED if c != "every kind of state"])

@@ -254,6 +254,17 @@ def test_the_same_rows_in_each_epoch(capsys):
         talks.verbose = 3
 
 
+def test_the_lines_of_a_second_fit(capsys):
+    """They are those that another guard would print."""
+    guard, bad = NanGuard(diagnose=False), zoo.poison(zoo.regression(), 3)
+    model, _ = fit(zoo.poison(zoo.poison(zoo.regression(), 7), 9), guard, epochs=1)
+    capsys.readouterr()
+    zoo.fit(model, bad, guard, epochs=2)
+    second = capsys.readouterr().out
+    zoo.fit(model, bad, NanGuard(diagnose=False), epochs=2)
+    assert second == capsys.readouterr().out and "epoch 1 metrics exclude 1 skipped step of 12." in second
+
+
 class WithLogs(keras.callbacks.Callback):
     """Adds logs that are no numbers."""
 

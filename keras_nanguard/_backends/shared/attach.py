@@ -101,6 +101,8 @@ class Attachment(StateAccess):
         in_use: whether the call of Keras is still running.
     """
 
+    skips_batches = True
+
     END_OF_DATA: tuple[type[BaseException], ...] = (StopIteration,)
     """What an execution raises if there is no batch."""
 
