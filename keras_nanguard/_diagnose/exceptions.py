@@ -52,10 +52,7 @@ def explain_exception(model: Any, message: str, batch: Any = None) -> Explained 
     if found := EITHER.search(message):
         of_targets = _class_index(model, batch, high=int(found[1]))
         return of_targets if of_targets[1].samples else _entry(model, batch, message)
-    if found := ENTRY.search(message):
-        row = int(found[1].split(",")[0])
-        return _entry(model, batch, message, row, int(found[2]), int(found[3]))
-    if UNKNOWN_ENTRY.search(message):
+    if ENTRY.search(message) or UNKNOWN_ENTRY.search(message):
         return _entry(model, batch, message)
     if found := BROKEN.search(message):
         return _broken(model, message, found[0])
@@ -104,17 +101,15 @@ def _class_index(
     return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), SEEN)
 
 
-def _entry(
-    model: Any,
-    batch: Any,
-    message: str,
-    row: int | None = None,
-    value: int | None = None,
-    high: int = 0,
-) -> Explained:
-    """An index beyond a table of `high` entries (0: unknown), that of an `Embedding` if one fits.
-    PyTorch reports neither: both are searched in the model and the batch.
+def _entry(model: Any, batch: Any, message: str) -> Explained:
+    """An index beyond a table, that of an `Embedding` if one fits. PyTorch reports neither the
+    index nor the number of entries: both are searched in the model and the batch.
     """
+    row: int | None = None
+    value: int | None = None
+    high = 0
+    if found := ENTRY.search(message):
+        row, value, high = int(found[1].split(",")[0]), int(found[2]), int(found[3])
     tables = [table for table in _tables(model) if high in (0, table.input_dim)]
     layer = None if tables else _layer_of(model, message)
     if len(tables) == 1:

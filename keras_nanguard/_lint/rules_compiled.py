@@ -27,6 +27,14 @@ _PROBABILITIES = ("softmax", "sigmoid", "hard_sigmoid", "sparsemax")
 
 _NONNEGATIVE = (*_PROBABILITIES, "softplus", "exponential", "exp", "relu", "relu6")
 
+_FITTING = {
+    **dict.fromkeys(_CROSSENTROPIES, (*_PROBABILITIES, "linear")),  # for which there is a rule
+    "KLDivergence": _PROBABILITIES,
+    "Poisson": POSITIVE,
+    "MeanSquaredLogarithmicError": _NONNEGATIVE,
+}
+"""The last activations that fit losses and metrics of probabilities or of positive numbers."""
+
 
 def _expects_logits(loss: Any) -> bool | None:
     """Return whether a crossentropy expects logits; `None` for any other loss."""
@@ -82,27 +90,22 @@ def activation_does_not_fit(output: Output) -> str:
 def _misfit(output: Output, loss: Any) -> str:
     """Return why a loss or metric does not fit the last activation, `""` if it does."""
     kind, activation = class_of(loss), output.activation
-    if activation is None:
-        return ""
-    logarithm = f"{kind} takes the logarithm of the output of {activation}"
-    if _expects_logits(loss) is False and activation not in (*_PROBABILITIES, "linear"):
-        return f"{logarithm}, which is not a probability"
     of_classes = kind in ("CategoricalCrossentropy", "SparseCategoricalCrossentropy")
     if of_classes and activation == "sigmoid" and classes_of(loss, output.shape) == 1:
         return f"{kind} on one unit: use BinaryCrossentropy"
-    if kind == "Poisson" and activation not in POSITIVE:
-        return f"{logarithm}, which can be 0 or negative"
-    if kind == "KLDivergence" and activation not in _PROBABILITIES:
-        return f"{logarithm}, which is not a probability"
-    if kind == "MeanSquaredLogarithmicError" and activation not in _NONNEGATIVE:
+    fits = activation is None or activation in _FITTING.get(kind, (activation,))
+    if fits or _expects_logits(loss):
+        return ""
+    if kind == "MeanSquaredLogarithmicError":
         return f"{kind} treats negative outputs of {activation} as 0, where the gradient is 0"
-    return ""
+    wrong = "can be 0 or negative" if kind == "Poisson" else "is not a probability"
+    return f"{kind} takes the logarithm of the output of {activation}, which {wrong}"
 
 
 @rule("error", fix="Use sigmoid with BinaryCrossentropy, or one unit per class.", each="outputs")
 def softmax_of_one(output: Output) -> str:
     """Softmax over a single unit."""
-    return "softmax over one unit is 1 for any weights" if output.normalized == 1 else ""
+    return "softmax over one unit is 1 for any weights" if output.of_one else ""
 
 
 @rule(

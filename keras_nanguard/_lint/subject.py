@@ -3,7 +3,6 @@ its optimizer, and the data."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,8 +63,7 @@ class Output:
         path: name of the layer that computes it.
         activation: name of the last activation (`"linear"` if the layer has none), or `None` if it
             is not known.
-        normalized: number of entries that a last softmax adds up to 1; `None` if the activation is
-            another one, or the number is not known.
+        of_one: whether the activation is a softmax over single entries.
         dtype: dtype of the output, as text.
         shape: shape of the output, with the rows.
         loss: the loss for this output as an object of `keras.losses`, or `None`.
@@ -76,7 +74,7 @@ class Output:
     name: str
     path: str
     activation: str | None
-    normalized: int | None
+    of_one: bool
     dtype: str
     shape: tuple[int | None, ...]
     loss: Any
@@ -140,8 +138,8 @@ class Subject:
             listed = given if isinstance(given, (list, tuple)) else [given]
             own = tuple(filter(None, map(_as_loss, listed)))
             path, activation = str(getattr(operation, "name", name)), _activation(operation)
-            normalized = _softmaxed(operation, shape) if activation == "softmax" else None
-            about = (path, activation, normalized, str(tensor.dtype), tuple(tensor.shape))
+            of_one = activation == "softmax" and _is_of_one(operation, shape)
+            about = (path, activation, of_one, str(tensor.dtype), tuple(tensor.shape))
             found.append(Output(name, *about, _as_loss(loss), own))
         return tuple(found)
 
@@ -205,13 +203,10 @@ def _activation(operation: Any) -> str | None:
     return activation_name(operation.activation) if hasattr(operation, "activation") else None
 
 
-def _softmaxed(operation: Any, shape: Sequence[int | None]) -> int | None:
-    """Return the number of entries that a softmax adds up to 1, `None` if it is not known."""
+def _is_of_one(operation: Any, shape: Sequence[int | None]) -> bool:
+    """Whether a softmax adds up single entries of a result of this shape."""
     axes = operation.axis if class_of(operation) == "Softmax" else -1
-    listed = axes if isinstance(axes, (list, tuple)) else [axes]
-    lengths = [None if axis is None else shape[axis] for axis in listed]
-    known = [length for length in lengths if length is not None]
-    return math.prod(known) if len(known) == len(lengths) else None
+    return all(axis is not None and shape[axis] == 1 for axis in keras.tree.flatten(axes))
 
 
 def _per_output(given: Any, names: list[str]) -> list[Any]:

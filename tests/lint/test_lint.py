@@ -132,6 +132,7 @@ def test_a_metric_that_expects_logits_takes_them():
         assert head("tanh", "mse", metrics=[metric()]) == {"metric_does_not_fit"}
 
 
+@pytest.mark.filterwarnings("ignore:You are using a softmax")
 @pytest.mark.parametrize("axis", [1, -1, (1, 2)])
 @pytest.mark.parametrize("softmax", [lambda axis: layers.Softmax(axis), lambda axis: lambda x: keras.ops.softmax(x, axis)])
 def test_a_softmax_over_another_axis_than_the_last(axis, softmax):
