@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._backends.shared.attach import forget_step
 from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
@@ -22,6 +23,7 @@ from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.reports import RepairReport, ScanReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
+    compiled as keras_compiled,
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
@@ -64,6 +66,10 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
     with _good_arrays(source, before) as good:
         changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
+    changed = not options.dry_run and any(change.status == "done" for change in changes)
+    if changed and keras_layers.use_written_values(model):
+        keras_compiled.make_again(model)
+        forget_step(model)
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
 

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard import FileFormatError, GuardError, repair, scan
+from keras_nanguard import FileFormatError, GuardError, NanGuard, repair, scan
 from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.repair_arrays import NotRepaired
 from keras_nanguard._files.repair_file import _ZERO_SLOTS, initial_value
@@ -637,6 +637,36 @@ def test_a_live_model_is_repaired_from_another(nested, task):
     np.testing.assert_array_equal(*kernels)
     with pytest.raises(GuardError, match="a path"):
         repair(bad, "out.keras")
+
+
+def test_a_repaired_normalization_computes_with_its_new_values(keras):
+    """Also in functions that ran before, of Keras and of the guard; as after adapting to clean
+    data."""
+    x = np.random.default_rng(0).normal(100.0, 5.0, (64, 3)).astype("float32")
+    broken = x.copy()
+    broken[5, 1] = np.nan
+    built = []
+    for data in (x, broken):
+        norm = keras.layers.Normalization(name="norm")
+        norm.adapt(data)
+        inner = keras.Sequential([keras.Input((3,)), norm], name="inner")
+        dense = keras.layers.Dense(1, kernel_initializer="ones")
+        built.append(keras.Sequential([keras.Input((3,)), inner, dense]))
+        built[-1].compile("sgd", "mse")
+    good, bad = built
+    assert np.isnan(bad.predict(x, verbose=0)).any()
+    assert np.isnan(bad.get_layer("inner").predict(x, verbose=0)).any()
+    assert np.isnan(bad.evaluate(x, x[:, :1], verbose=0))
+    guard = NanGuard(verbose=0, diagnose=False)
+    bad.fit(x, x[:, :1], verbose=0, callbacks=[guard])
+    assert guard.incidents
+    assert repair(bad, source=good).ok
+    np.testing.assert_array_equal(bad.predict(x, verbose=0), good.predict(x, verbose=0))
+    assert np.isfinite(bad.get_layer("inner").predict(x, verbose=0)).all()
+    assert np.isfinite(bad.evaluate(x, x[:, :1], verbose=0))
+    guard = NanGuard(verbose=0, diagnose=False)
+    bad.fit(x, x[:, :1], verbose=0, callbacks=[guard])
+    assert not guard.incidents
 
 
 def test_bad_weights_of_a_live_model_are_drawn_by_their_initializer(nested):
