@@ -31,7 +31,8 @@ class Identity:
         role: `"weight"` (trained, or set by the user), `"statistics"` (moving averages of
             BatchNormalization, mean and variance of Normalization), `"slot"` (belongs to an
             optimizer) or `"other"` (counters, seeds, metrics).
-        layer_class: class of the layer, or `""` if it is not known.
+        layer_class: class of the layer, or `""` if it is not known; of a slot that of an optimizer
+            of Keras, or the name of the optimizer in a file.
         settings: the layer's configuration, empty if the file has none; of a layer of a live model
             only its dtype policy.
     """
