@@ -80,6 +80,27 @@ def test_a_model_made_from_a_bundle_normalizes_as_the_trained_one(tmp_path):
     np.testing.assert_allclose([row.minimum, row.maximum], [outputs.min(), outputs.max()], 1e-6)
 
 
+def test_a_bundle_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """All its files and their names: else they could be empty after a power failure."""
+    real, replaced, synced = os.fsync, os.replace, set()
+
+    def fsync(handle):
+        real(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def replace(path, final):
+        if Path(path).is_dir():
+            assert {file.stat().st_ino for file in (Path(path), *Path(path).iterdir())} <= synced
+        elif Path(path).parent.name.endswith("-00"):  # of a folder that has to be synced again
+            synced.discard(Path(path).parent.stat().st_ino)
+        replaced(path, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    _, incident = written("nan_in_one_input_row", tmp_path)
+    assert len(list(Path(incident.bundle).iterdir())) >= 6
+
+
 def test_a_bundle_reads_for_a_human(overflow):
     text = (Path(overflow[1].bundle) / "README.txt").read_text()
     assert f"{overflow[1].diagnosis.headline}\n" in text and text.endswith(f"keras-nanguard replay {overflow[1].bundle}\n")
