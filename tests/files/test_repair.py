@@ -125,6 +125,20 @@ def projections(path, **groups):
     return path
 
 
+def test_layers_deep_in_a_model_keep_their_variables_apart(tmp_path):
+    """However long their locations are; what is shown of one is short."""
+    path, outer = tmp_path / "deep.weights.h5", "layers/functional/" * 20
+    with h5py.File(path, "w") as file:
+        for number, value in enumerate((1.0, 0.0, 0.0, np.nan)):
+            file[f"{outer}layers/batch_normalization/vars/{number}"] = np.full(3, value)
+    report = repair(path)
+    assert report.ok and [change.count for change in report.done] == [3]
+    assert all(len(change.location) <= 300 for change in report.changes)
+    with h5py.File(report.output) as file:
+        found = [file[f"{outer}layers/batch_normalization/vars/{n}"][0] for n in range(4)]
+    assert found == [1.0, 0.0, 0.0, 1.0]
+
+
 def test_layers_of_one_name_are_told_apart_by_their_location(tmp_path):
     """Keras gives layers of one name in a custom layer one path. A location alone decides nothing."""
     bad = projections(tmp_path / "bad.weights.h5", first=("proj", 1, 1), second=("proj", np.nan, 2))

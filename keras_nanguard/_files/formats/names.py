@@ -174,7 +174,7 @@ def _legacy(location: str, config: LayerConfig) -> Identity:
     if len(parts) > 1 and parts[0] == parts[1]:
         parts = parts[1:]
     for layer in parts[:-1]:
-        config = config.child("", layer)
+        config = config.child("", plain_text(layer))
     return _by_path("/".join(parts), config)
 
 
@@ -227,7 +227,7 @@ def _layer(
         config = config.child(part, own)
         layer_class = config.class_name or _guessed_class(part, own, layer_class)
         found.append(own or config.name or part)
-    return plain_text("/".join(filter(None, found))), layer_class, config.settings
+    return "/".join(filter(None, found)), layer_class, config.settings
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:

@@ -59,11 +59,11 @@ def archived_arrays(archive: zipfile.ZipFile, path: str) -> list[ModelArray]:
     """
     before, found = 0, []
     for info in archive.infolist():
-        location = plain_text(info.filename.removesuffix(".npy"))
+        location = info.filename.removesuffix(".npy")
         try:
             array = _member(archive, info, location, before, os.path.getsize(path))
         except (*PARSE_ERRORS, FileFormatError) as error:
-            array = ModelArray(location, unread=plain_text(error, 200), key=info.filename)
+            array = ModelArray(location, unread=plain_text(error, 200))
         before += info.file_size
         found.append(array)
     return found
@@ -86,8 +86,7 @@ def _member(
     elif min(shape, default=0) < 0 or size != info.file_size - start:
         reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
     pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
-    about = (location, info.filename, dtype, shape, info.compress_size)
-    return ModelArray.found(*about, pieces, whole, reason)
+    return ModelArray.found(location, dtype, shape, info.compress_size, pieces, whole, reason)
 
 
 def _pieces(
