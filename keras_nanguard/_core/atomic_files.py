@@ -109,13 +109,17 @@ def _discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text atomically, in UTF-8."""
+    with beside(path) as unfinished:
+        unfinished.write_bytes(text.encode("utf-8", "replace"))
+        flush_to_disk(unfinished)
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object with its checksum, atomically."""
-    text = json.dumps({**data, "sha256": _checksum(data)}, indent=1, allow_nan=False)
-    with beside(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    data = {**data, "sha256": _checksum(data)}
+    write_text(path, json.dumps(data, indent=1, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """An incident on disk: one folder from which the bad step can be replayed on any machine.
 
     incidents/
-      incident-000012-00/
+      incident-00000012-00/
         incident.json     the incident, as `Incident.to_dict` gives it
         bundle.json       the contents of the other files: structure of the batch, names of the
                           inputs, paths of the variables, versions, mode
@@ -118,7 +118,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
     }
     for name, text in texts.items():
         if text:
-            (folder / name).write_text(text, encoding="utf-8")
+            atomic_files.write_text(folder / name, text)
 
 
 def _save_state(folder: Path, run: RunView, incident: Incident, left: int) -> Sequence[Any] | None:

@@ -36,7 +36,11 @@ from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
-from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    variables as keras_variables,
+)
 from keras_nanguard._keras.torch_tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
 
@@ -185,6 +189,7 @@ def _step_before(found: Bundle, model: Any) -> ReplayableStep:
         if not fits:
             raise _another(f"{variable.path} of shape {tuple(array.shape)}", tuple(variable.shape))
         keras_variables.write(variable, array)
+    keras_layers.use_written_values(model)
     return step
 
 

@@ -21,7 +21,7 @@ from keras_nanguard._core.history import Growth
 from keras_nanguard._core.incident import BUNDLES, Incident
 from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
-from keras_nanguard._files.formats.limits import MAX_JSON, MAX_UNBACKED, PARSE_ERRORS
+from keras_nanguard._files.formats.limits import MAX_JSON, PARSE_ERRORS
 from keras_nanguard._files.formats.npz import opened_arrays
 
 FORMAT = 1
@@ -183,8 +183,6 @@ def _load(path: Path, dtypes: Sequence[Any], max_bytes: int | None = None) -> li
     with opened_arrays(path) as found:
         if sum(array.nbytes for array in found.values()) > max_bytes:
             raise BundleError(f"{path.name} unpacks to more than a bundle may have.")
-        if sum(array.unbacked for array in found.values()) > MAX_UNBACKED:
-            raise BundleError(f"{path.name} unpacks to far more data than it stores.")
         arrays = [found[str(number)].read() for number in range(len(found))]
     return [atomic_files.typed(array, name) for array, name in zip(arrays, dtypes)]
 

@@ -64,8 +64,9 @@ def live_arrays(model: Any) -> list[LiveArray]:
     of_metrics = {id(variable) for variable in metrics}
     found = [live for live in _of_layers(model) if id(live.variable) not in of_metrics]
     for name, optimizer in _named_optimizers(model):
+        of_keras = keras_optimizers.class_of_keras(optimizer)
         for variable in optimizer.variables:
-            who = Identity(name, _path(variable), "slot", "Optimizer")
+            who = Identity(name, _path(variable), "slot", of_keras)
             found.append(_live(who, who.name, variable, optimizer))
     for variable in metrics:
         who = Identity("metrics", _path(variable), "other", "Metric")

@@ -140,11 +140,15 @@ class Limits:
         return min(self.statistics_limit, general) if moving else general
 
 
+_SQUARES = frozenset(("adam", "adamw", "nadam", "lamb", "rmsprop", "muon", "adafactor"))
+"""Optimizers of Keras whose velocity averages squared gradients, in lower case."""
+
+
 def not_negative(who: Identity) -> bool:
     """Return whether a variable cannot be negative: the variance of a layer's statistics, or the
-    second moment of an optimizer. A weight can, whatever its name."""
+    second moment of an optimizer of Keras. A weight can, whatever its name."""
     if who.role == "slot":
-        return who.name.endswith("velocity")
+        return who.name.endswith("velocity") and who.layer_class.lower() in _SQUARES
     return who.role == "statistics" and any(word in who.name for word in SPREADS)
 
 

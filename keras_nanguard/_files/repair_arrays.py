@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import named_dtype
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
@@ -99,7 +100,7 @@ class Repair:
     def _change(self, array: ModelArray) -> Change:
         """Repair one array; `source` replaces it as a whole, as its values belong together."""
         who, method, count = array.who, self.options.method(array.who.role), 0
-        about = (who.path, array.location, method)
+        about = (plain_text(who.path), plain_text(array.location), method)
         try:
             self._check_size(array)
             values = _read(array)
@@ -148,7 +149,7 @@ class Repair:
 
     def _reset(self, array: ModelArray) -> Change:
         """Set a slot of an optimizer to its initial value."""
-        about = (array.who.path, array.location, "reset")
+        about = (plain_text(array.who.path), plain_text(array.location), "reset")
         try:
             initial = np.asarray(self.initial(array)).astype(named_dtype(array.dtype))
             self._check_size(array)

@@ -38,7 +38,7 @@ from keras_nanguard._files.repair_options import RepairOptions
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]
-"""New values of arrays, by their key in the file."""
+"""New values of arrays, by their location in the file."""
 
 
 def repair_file(
@@ -75,7 +75,7 @@ def repair_file(
         new: dict[str, NDArray[Any]] = {}
 
         def replace(array: ModelArray, values: NDArray[Any]) -> None:
-            new[array.key] = values
+            new[array.location] = values
 
         changes = Repair(chosen, contents, good, initial, replace).changes(before)
         if any(change.status == "done" for change in changes):  # also in a dry run
@@ -205,8 +205,8 @@ def _member(old: IO[bytes], written: IO[bytes], name: str, new: Arrays, folder: 
         with open(unpacked, "rb") as file:
             shutil.copyfileobj(file, written, READ_BYTES)
         os.unlink(unpacked)
-    elif name in new:
-        npy.write_array(written, new[name], allow_pickle=False)
+    elif (location := name.removesuffix(".npy")) in new:
+        npy.write_array(written, new[location], allow_pickle=False)
     else:
         shutil.copyfileobj(old, written, READ_BYTES)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keras_nanguard._backends.shared.attach import forget_step
 from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
@@ -19,9 +20,10 @@ from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
 from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
 from keras_nanguard._files.repair_options import RepairOptions
-from keras_nanguard._files.reports import RepairReport, ScanReport
+from keras_nanguard._files.reports import RepairReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
+    compiled as keras_compiled,
     layers as keras_layers,
     optimizers as keras_optimizers,
     variables as keras_variables,
@@ -62,21 +64,26 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
     def replace(array: Any, values: NDArray[Any]) -> None:
         array.variable.assign(np.array(values))
 
-    with _good_arrays(source, before) as good:
+    pairs = zip(before.variables, contents.arrays, strict=True)
+    with _good_arrays(source, [array.who.path for entry, array in pairs if entry.bad]) as good:
         changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
+    changed = not options.dry_run and any(change.status == "done" for change in changes)
+    if changed and keras_layers.use_written_values(model):
+        keras_compiled.make_again(model)
+        forget_step(model)
     after = None if options.dry_run else scan_contents(contents, options.limits)
     return RepairReport(before.source, None, None, options.dry_run, changes, before, after)
 
 
 @contextmanager
-def _good_arrays(source: Any, before: ScanReport) -> Iterator[Mapping[str, ModelArray]]:
-    """Yield the arrays of a source by path; of a file only those that are bad in the model."""
+def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[str, ModelArray]]:
+    """Yield the arrays of a source by path; of a file only those with these names."""
     if source is None:
         yield {}
     elif not isinstance(source, (str, os.PathLike)):
         yield by_name(live_contents(source))
     else:
-        path, names = os.fsdecode(source), [entry.path for entry in before.bad]
+        path = os.fsdecode(source)
         with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
             copy = os.path.join(folder, "values.npz")
             found = isolated.run_in_subprocess("values", path, names=names, output=copy)

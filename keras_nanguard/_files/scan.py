@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._core.plain_values import first_line
+from keras_nanguard._core.plain_values import first_line, plain_text
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import Contents, ModelArray
 from keras_nanguard._files.formats.limits import PARSE_ERRORS
@@ -102,8 +102,9 @@ def _scanned(array: ModelArray, limits: Limits) -> ScannedVariable:
             reason = first_line(error)
     if reason:
         problems = (problem("unread", reason=reason),)
-    about = (array.location, array.dtype, array.shape)
-    return ScannedVariable(who.path, who.layer, who.name, who.role, *about, found, problems)
+    path, layer, name, location = map(plain_text, (who.path, who.layer, who.name, array.location))
+    about = (location, array.dtype, array.shape)
+    return ScannedVariable(path, layer, name, who.role, *about, found, problems)
 
 
 def statistics(pieces: Iterable[Any], limit: float | None = None) -> ArrayStats:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import readable, size_on_disk
 from keras_nanguard._files.formats.names import LayerConfig
 from keras_nanguard._files.formats.opening import opened
@@ -49,7 +50,7 @@ def _names(path: str, progress: Progress) -> dict[str, Any]:
     with opened(path) as contents:
         root = LayerConfig(contents.config).name or contents.names.get("", "")
         identities = (array.who for array in contents.arrays)
-        variables = [(who.layer, who.name, who.role) for who in identities]
+        variables = [(*map(plain_text, (who.layer, who.name)), who.role) for who in identities]
         return {"root": root, "variables": variables}
 
 

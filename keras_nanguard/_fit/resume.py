@@ -19,7 +19,7 @@ from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotRecord
 from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._keras import fitting as keras_fitting
+from keras_nanguard._keras import fitting as keras_fitting, layers as keras_layers
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
 
@@ -72,6 +72,7 @@ class Resumed:
             warnings.warn(f"NanGuard starts from the current weights: {why}.", stacklevel=2)
         else:
             self._write(train_state)
+            keras_layers.use_written_values(run.model)
 
     def _write(self, train_state: TrainState) -> None:
         variables, metrics = train_state.everything, train_state.metrics

@@ -16,7 +16,11 @@ from typing import Any
 
 import keras
 
-from keras_nanguard._keras import optimizers as keras_optimizers, tf_variables
+from keras_nanguard._keras import (
+    layers as keras_layers,
+    optimizers as keras_optimizers,
+    tf_variables,
+)
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
@@ -37,6 +41,14 @@ def makes_as_keras(model: Any, make: Any) -> bool:
     following = methods[methods.index(real) :]
     called = (one for one in following if one.__module__.partition(".")[0] != "keras_nanguard")
     return next(called, None) is keras.Model.make_train_function
+
+
+def make_again(model: Any) -> None:
+    """Let Keras make the functions again that it has made for a model and models within it."""
+    for made in (la for la in keras_layers.layers_of(model) if isinstance(la, keras.Model)):
+        for kind in ("train", "test", "predict"):
+            if getattr(made, f"{kind}_function") is not None:
+                getattr(made, f"make_{kind}_function")(force=True)
 
 
 def takes_fewer_batches(model: Any) -> bool:

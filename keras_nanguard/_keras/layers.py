@@ -141,6 +141,16 @@ def initial_value(model: Any, variable: Any) -> np.ndarray[Any, Any] | None:
     return with_unit_forget_bias(drawn) if unit_forget else drawn
 
 
+def use_written_values(model: Any) -> bool:
+    """Let each Normalization compute with the values of its variables, as Keras does after it loads
+    them: the layer uses copies. Return whether there is one: compiled functions keep the old ones.
+    """
+    found = [la for la in layers_of(model) if isinstance(la, keras.layers.Normalization)]
+    for layer in found:
+        layer.finalize_state()
+    return bool(found)
+
+
 def adds_losses(model: Any) -> bool:
     """Whether a layer of the model adds a loss, by `add_loss` or by an activity regularizer."""
     return any(layer._losses or layer.activity_regularizer for layer in layers_of(model))

@@ -42,6 +42,12 @@ def inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def class_of_keras(optimizer: Any) -> str:
+    """Return the name of the class of an optimizer, the inner one; `""` if it is a custom class."""
+    own = type(inner(optimizer))
+    return own.__name__ if own.__module__.startswith("keras.") else ""
+
+
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
     return [*map(tf_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]

@@ -55,9 +55,7 @@ def save(text: str, path: Path) -> Path:
     Raises:
         OSError: if it cannot be written; it names `path`.
     """
-    with atomic_files.beside(Path(os.path.realpath(path))) as unfinished:
-        unfinished.write_bytes(text.encode("utf-8", "replace"))
-        atomic_files.flush_to_disk(unfinished)
+    atomic_files.write_text(Path(os.path.realpath(path)), text)
     return path
 
 

@@ -173,6 +173,14 @@ def test_data_that_a_model_does_not_take(command, given, model, tmp_path, capfd)
     assert len([line for line in error.splitlines() if line.startswith("keras-nanguard: ")]) == 1
 
 
+def test_data_of_many_arrays_that_store_nothing(model, tmp_path, capfd):
+    """Each of them is small enough, all together are not."""
+    zeros = np.zeros((100 << 20, 1), "u1")
+    np.savez_compressed(tmp_path / "data.npz", a=zeros, b=zeros)
+    assert main(["diagnose", model, "--data", str(tmp_path / "data.npz")]) == MISUSE
+    assert "unpacks to far more data than it stores" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder without write permission")
 def test_an_output_that_cannot_be_written(good, model, tmp_path, capsys):
     """It is reported as such, not as an unreadable input."""

@@ -65,6 +65,42 @@ def test_float32_cures_a_float16_overflow(tmp_path):
     assert replay(incident.bundle, case.model, dtype="float32").result == "finite"
 
 
+def test_a_model_made_from_a_bundle_normalizes_as_the_trained_one(tmp_path):
+    x = np.random.default_rng(0).normal(100.0, 5.0, (32, 3)).astype("float32")
+    norm = layers.Normalization(name="norm")
+    norm.adapt(x)
+    model = keras.Sequential([keras.Input((3,)), norm, layers.Dense(1, name="head")])
+    model.compile("sgd", "mse")
+    x[20, 1] = 1e30
+    guard = NanGuard("stop", verbose=0, directory=tmp_path)
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False, callbacks=[guard])
+    found = replay(guard.incidents[0].bundle)
+    row = next(row for row in found.layers if row.path.endswith("norm"))
+    outputs = keras.ops.convert_to_numpy(norm(x[16:24]))
+    np.testing.assert_allclose([row.minimum, row.maximum], [outputs.min(), outputs.max()], 1e-6)
+
+
+def test_a_bundle_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """All its files and their names: else they could be empty after a power failure."""
+    real, replaced, synced = os.fsync, os.replace, set()
+
+    def fsync(handle):
+        real(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def replace(path, final):
+        if Path(path).is_dir():
+            assert {file.stat().st_ino for file in (Path(path), *Path(path).iterdir())} <= synced
+        elif Path(path).parent.name.endswith("-00"):  # of a folder that has to be synced again
+            synced.discard(Path(path).parent.stat().st_ino)
+        replaced(path, final)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    _, incident = written("nan_in_one_input_row", tmp_path)
+    assert len(list(Path(incident.bundle).iterdir())) >= 6
+
+
 def test_a_bundle_reads_for_a_human(overflow):
     text = (Path(overflow[1].bundle) / "README.txt").read_text()
     assert f"{overflow[1].diagnosis.headline}\n" in text and text.endswith(f"keras-nanguard replay {overflow[1].bundle}\n")

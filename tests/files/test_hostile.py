@@ -152,6 +152,18 @@ def test_a_zip_bomb_is_refused(make, set_limit):
         scan(bomb)
 
 
+def test_compressed_weights_that_unpack_to_far_more_than_they_store_are_refused(tmp_path):
+    """A temporary folder may be in memory, which no limit of a process bounds."""
+    with h5py.File(tmp_path / "model.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.zeros((160 << 20,), "u1")
+    path = tmp_path / "model.keras"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "model.weights.h5", "model.weights.h5")
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(FileFormatError, match="unpacks to"):
+        scan(path)
+
+
 def test_a_member_that_unpacks_to_more_than_it_declares_is_refused(make):
     path = make.keras(compression=zipfile.ZIP_DEFLATED)
     with zipfile.ZipFile(path) as archive:

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 import pytest
 
-from keras_nanguard import FileFormatError, GuardError, repair, scan
+from keras_nanguard import FileFormatError, GuardError, NanGuard, repair, scan
 from keras_nanguard._files.formats.opening import opened
 from keras_nanguard._files.repair_arrays import NotRepaired
 from keras_nanguard._files.repair_file import _ZERO_SLOTS, initial_value
@@ -123,6 +123,20 @@ def projections(path, **groups):
             file.create_group(f"{group}/vars").attrs["name"] = name
             file[f"{group}/vars/0"] = np.array(kernel, np.float32)
     return path
+
+
+def test_layers_deep_in_a_model_keep_their_variables_apart(tmp_path):
+    """However long their locations are; what is shown of one is short."""
+    path, outer = tmp_path / "deep.weights.h5", "layers/functional/" * 20
+    with h5py.File(path, "w") as file:
+        for number, value in enumerate((1.0, 0.0, 0.0, np.nan)):
+            file[f"{outer}layers/batch_normalization/vars/{number}"] = np.full(3, value)
+    report = repair(path)
+    assert report.ok and [change.count for change in report.done] == [3]
+    assert all(len(change.location) <= 300 for change in report.changes)
+    with h5py.File(report.output) as file:
+        found = [file[f"{outer}layers/batch_normalization/vars/{n}"][0] for n in range(4)]
+    assert found == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_layers_of_one_name_are_told_apart_by_their_location(tmp_path):
@@ -637,6 +651,36 @@ def test_a_live_model_is_repaired_from_another(nested, task):
     np.testing.assert_array_equal(*kernels)
     with pytest.raises(GuardError, match="a path"):
         repair(bad, "out.keras")
+
+
+def test_a_repaired_normalization_computes_with_its_new_values(keras):
+    """Also in functions that ran before, of Keras and of the guard; as after adapting to clean
+    data."""
+    x = np.random.default_rng(0).normal(100.0, 5.0, (64, 3)).astype("float32")
+    broken = x.copy()
+    broken[5, 1] = np.nan
+    built = []
+    for data in (x, broken):
+        norm = keras.layers.Normalization(name="norm")
+        norm.adapt(data)
+        inner = keras.Sequential([keras.Input((3,)), norm], name="inner")
+        dense = keras.layers.Dense(1, kernel_initializer="ones")
+        built.append(keras.Sequential([keras.Input((3,)), inner, dense]))
+        built[-1].compile("sgd", "mse")
+    good, bad = built
+    assert np.isnan(bad.predict(x, verbose=0)).any()
+    assert np.isnan(bad.get_layer("inner").predict(x, verbose=0)).any()
+    assert np.isnan(bad.evaluate(x, x[:, :1], verbose=0))
+    guard = NanGuard(verbose=0, diagnose=False)
+    bad.fit(x, x[:, :1], verbose=0, callbacks=[guard])
+    assert guard.incidents
+    assert repair(bad, source=good).ok
+    np.testing.assert_array_equal(bad.predict(x, verbose=0), good.predict(x, verbose=0))
+    assert np.isfinite(bad.get_layer("inner").predict(x, verbose=0)).all()
+    assert np.isfinite(bad.evaluate(x, x[:, :1], verbose=0))
+    guard = NanGuard(verbose=0, diagnose=False)
+    bad.fit(x, x[:, :1], verbose=0, callbacks=[guard])
+    assert not guard.incidents
 
 
 def test_bad_weights_of_a_live_model_are_drawn_by_their_initializer(nested):

@@ -55,8 +55,8 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("moving_mean", "statistics", [0.0, 0.0], "BatchNormalization"),
         ("moving_variance", "statistics", [1.0, 9e5], "BatchNormalization"),
         ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes data of any scale
-        ("kernel_momentum", "slot", [[0.0, 0.0]], "Optimizer"),
-        ("kernel_velocity", "slot", [[1e-310, 1e9]], "Optimizer"),
+        ("kernel_momentum", "slot", [[0.0, 0.0]], "Adam"),
+        ("kernel_velocity", "slot", [[1e-310, 1e9]], "Adam"),
         ("kernel", "weight", [[7e4]], "Dense"),
         ("total", "other", [1.0, np.nan], "Metric"),
         ("kernel", "weight", np.zeros((0, 3)), "Dense"),
@@ -119,6 +119,38 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
 
 
 @pytest.mark.requires_backend("tensorflow", "jax", reason="Keras cannot train a stateful LSTM on PyTorch")
+def test_only_a_velocity_that_averages_squares_cannot_be_negative(keras, tmp_path):
+    """In a live model and in a file that names its optimizer."""
+
+    class Momentum(keras.optimizers.Optimizer):
+        def build(self, variables):
+            super().build(variables)
+            name = "velocity"
+            self.moving = [self.add_variable_from_reference(v, name) for v in variables]
+
+        def update_step(self, gradient, variable, learning_rate):
+            moving = self.moving[self._get_variable_index(variable)]
+            self.assign(moving, 0.9 * moving - learning_rate * gradient)
+            self.assign_add(variable, moving)
+
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    for optimizer, codes in ((Momentum(0.01), set()), ("adam", {"negative_variance"})):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(optimizer, "mse")
+        model.fit(x, np.tile([5.0, -5.0], (16, 1)), verbose=0)
+        if codes:
+            slot = next(v for v in model.optimizer.variables if v.path.endswith("velocity"))
+            slot.assign(np.full(slot.shape, -1.0))
+        else:
+            slots = [v for v in model.optimizer.variables if v.path.endswith("velocity")]
+            assert any(keras.ops.convert_to_numpy(slot).min() < 0 for slot in slots)
+        model.save(tmp_path / "model.h5")
+        for place in (model, tmp_path / "model.h5"):
+            report = scan(place)
+            assert {p.code for entry in report.bad for p in entry.problems} == codes
+        assert bool(repair(model).changes) == bool(codes)
+
+
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     """Also variables that no layer lists: slots, metrics, states of a stateful layer."""
     model = keras.Sequential(

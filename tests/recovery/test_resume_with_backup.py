@@ -1,5 +1,7 @@
 """`NanGuard(directory, resume=True)` with `BackupAndRestore`: the later state is used."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -116,3 +118,23 @@ def test_the_rate_of_a_later_backup_is_kept(tmp_path):
     run(tmp_path)
     assert len(expected) == EPOCHS
     np.testing.assert_allclose(rates, expected, rtol=1e-5)
+
+
+def test_a_resumed_normalization_computes_with_the_restored_values(tmp_path):
+    """As with `BackupAndRestore`, the layer need not be adapted again."""
+    x = np.random.default_rng(0).normal(100.0, 5.0, (32, 3)).astype("float32")
+    predicted = []
+    for adapts, dies in ((True, False), (True, True), (False, False)):
+        keras.utils.set_random_seed(0)
+        norm = layers.Normalization()
+        if adapts:
+            norm.adapt(x)
+        model = keras.Sequential([keras.Input((3,)), norm, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        resumes = {"directory": tmp_path, "resume": True} if predicted else {}
+        guard = NanGuard(verbose=0, snapshot={"every": 2, "verify_after": 1}, **resumes)
+        how = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        with pytest.raises(RuntimeError) if dies else contextlib.nullcontext():
+            model.fit(x, x[:, :1] - 100.0, **how, callbacks=[guard, *([Dies(1)] if dies else [])])
+        predicted.append(model.predict(x, verbose=0))
+    np.testing.assert_allclose(predicted[2], predicted[0], rtol=1e-4)

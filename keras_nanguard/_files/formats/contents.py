@@ -31,7 +31,8 @@ class Identity:
         role: `"weight"` (trained, or set by the user), `"statistics"` (moving averages of
             BatchNormalization, mean and variance of Normalization), `"slot"` (belongs to an
             optimizer) or `"other"` (counters, seeds, metrics).
-        layer_class: class of the layer, or `""` if it is not known.
+        layer_class: class of the layer, or `""` if it is not known; of a slot that of an optimizer
+            of Keras, or the name of the optimizer in a file.
         settings: the layer's configuration, empty if the file has none; of a layer of a live model
             only its dtype policy.
     """
@@ -61,8 +62,8 @@ class ModelArray:
     """One array of a model: in a file, or the value of a variable.
 
     Attributes:
-        location: its location in the file, such as `"layers/dense/vars/0"`, safe to print; of a
-            variable its Keras path.
+        location: its exact location in the file, such as `"layers/dense/vars/0"`, whose text nobody
+            has checked; of a variable its Keras path.
         dtype: name of the dtype (`"float32"`, `"bfloat16"`), or its name in the file.
         nbytes: its size in memory, in bytes.
         stored: its size in the file, in bytes.
@@ -70,7 +71,6 @@ class ModelArray:
         unread: why it cannot be read; empty if it can.
         pieces: function that returns its values in pieces, each once.
         whole: function that returns all values at once.
-        key: the exact location in the file, for writing.
     """
 
     location: str
@@ -82,14 +82,12 @@ class ModelArray:
     unread: str = ""
     pieces: Callable[[], Iterable[NDArray[Any]]] = tuple
     whole: Callable[[], NDArray[Any]] | None = None
-    key: str = ""
     who: Identity = Identity("", "", "other")
 
     @classmethod
     def found(
         cls,
         location: str,
-        key: str,
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
         stored: int,
@@ -107,9 +105,9 @@ class ModelArray:
         if dtype.kind == "V" and not is_float:
             reason = reason or f"values of the unnamed kind {shown}, which no reader can interpret"
         if reason:
-            return cls(location, shown, shape, unread=reason, key=key)
+            return cls(location, shown, shape, unread=reason)
         size = math.prod(shape) * dtype.itemsize
-        return cls(location, shown, shape, size, stored, is_float, "", pieces, whole, key)
+        return cls(location, shown, shape, size, stored, is_float, "", pieces, whole)
 
     @property
     def unbacked(self) -> int:
@@ -122,12 +120,13 @@ class ModelArray:
         Raises:
             FileFormatError: if it cannot be read.
         """
-        with readable(self.location):
+        shown = plain_text(self.location)
+        with readable(shown):
             if self.unread or self.whole is None:
-                raise FileFormatError(f"{self.location} cannot be read: {self.unread}")
+                raise FileFormatError(f"{shown} cannot be read: {self.unread}")
             if self.unbacked > MAX_UNBACKED:
                 declared = f"it takes {self.nbytes} bytes and the file stores {self.stored}"
-                raise FileFormatError(f"{self.location} is not read: {declared}.")
+                raise FileFormatError(f"{shown} is not read: {declared}.")
             return self.whole()
 
 

@@ -84,9 +84,9 @@ def stored_arrays(file: h5py.File) -> tuple[list[ModelArray], dict[str, str]]:
             arrays.append(_stored_array(file, node, key, declared))
             declared += arrays[-1].nbytes
         elif not isinstance(node, h5py.Group):
-            arrays.append(ModelArray(plain_text(key), unread=node, key=key))
+            arrays.append(ModelArray(key, unread=node))
         elif f"/{key}".endswith("/vars") and (name := attribute_text(node, "name")):
-            names[plain_text(key).rpartition("/")[0]] = plain_text(name)
+            names[key.rpartition("/")[0]] = plain_text(name)
     arrays += [ModelArray("(the rest of the file)", unread=why) for why in cut_off]
     return arrays, names
 
@@ -140,15 +140,14 @@ def _opened(file: h5py.File, key: str) -> Any:
 def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int) -> ModelArray:
     """Return the array of a dataset at this exact location; the arrays before it declare `before`
     bytes."""
-    location = plain_text(key)
     try:
         dtype, shape, chunk = _dtype(dataset), dataset.shape, dataset.chunks
         stored, file_size = int(dataset.id.get_storage_size()), int(file.id.get_filesize())
         elsewhere = dataset.is_virtual or dataset.external
     except PARSE_ERRORS as error:
-        return ModelArray(location, unread=f"damaged ({plain_text(error, 120)})", key=key)
+        return ModelArray(key, unread=f"damaged ({plain_text(error, 120)})")
     if shape is None:
-        return ModelArray(location, str(dtype), (0,), key=key)
+        return ModelArray(key, str(dtype), (0,))
     reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
     if elsewhere:
         reason = "its values are in another file, which is not opened"
@@ -158,7 +157,7 @@ def _stored_array(file: h5py.File, dataset: h5py.Dataset, key: str, before: int)
 
     pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
     whole = partial(get, ())
-    return ModelArray.found(location, key, dtype, shape, stored, pieces, whole, reason)
+    return ModelArray.found(key, dtype, shape, stored, pieces, whole, reason)
 
 
 def _dtype(dataset: h5py.Dataset) -> np.dtype[Any]:

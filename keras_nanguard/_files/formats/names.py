@@ -168,20 +168,26 @@ def _by_path(location: str, config: LayerConfig) -> Identity:
 def _legacy(location: str, config: LayerConfig) -> Identity:
     parts = [part.removesuffix(":0") for part in location.split("/")]
     if parts[0] == "optimizer_weights":
-        return Identity("optimizer", "/".join(parts[1:]), "slot", "Optimizer")
+        return _slot(parts[1:])
     if parts[0] == "model_weights" and len(parts) > 1:
         parts = parts[1:]
     if len(parts) > 1 and parts[0] == parts[1]:
         parts = parts[1:]
     for layer in parts[:-1]:
-        config = config.child("", layer)
+        config = config.child("", plain_text(layer))
     return _by_path("/".join(parts), config)
+
+
+def _slot(parts: Sequence[str]) -> Identity:
+    """Name a slot by its path, which contains the name of the optimizer: that of its class, if the
+    user gave none."""
+    return Identity("optimizer", "/".join(parts), "slot", "".join(parts[-2:-1]))
 
 
 def _orbax(location: str, config: LayerConfig) -> Identity:
     kind, *rest = location.split("/")
     if kind == "optimizer_variables":
-        return Identity("optimizer", "/".join(rest), "slot", "Optimizer")
+        return _slot(rest)
     found = _by_path("/".join(rest or [kind]), config)
     return replace(found, role="other") if kind == "metrics_variables" else found
 
@@ -221,7 +227,7 @@ def _layer(
         config = config.child(part, own)
         layer_class = config.class_name or _guessed_class(part, own, layer_class)
         found.append(own or config.name or part)
-    return plain_text("/".join(filter(None, found))), layer_class, config.settings
+    return "/".join(filter(None, found)), layer_class, config.settings
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:

@@ -22,6 +22,7 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.limits import (
+    MAX_UNBACKED,
     PARSE_ERRORS,
     READ_BYTES,
     declared_too_much,
@@ -40,13 +41,16 @@ def opened_arrays(path: str | os.PathLike[str]) -> Iterator[dict[str, ModelArray
     library, so it may be read in this process.
 
     Raises:
-        FileFormatError: if it contains anything else.
+        FileFormatError: if it contains anything else, or unpacks to far more data than it stores.
         OSError, ValueError, ...: those of `PARSE_ERRORS`, if it is damaged.
     """
     with zipfile.ZipFile(path) as archive:
         if not all(name.endswith(".npy") for name in archive.namelist()):
             raise FileFormatError(f"{plain_text(path)} contains more than .npy arrays.")
-        yield {array.location: array for array in archived_arrays(archive, os.fspath(path))}
+        arrays = archived_arrays(archive, os.fspath(path))
+        if sum(array.unbacked for array in arrays) > MAX_UNBACKED:
+            raise FileFormatError(f"{plain_text(path)} unpacks to far more data than it stores.")
+        yield {array.location: array for array in arrays}
 
 
 def archived_arrays(archive: zipfile.ZipFile, path: str) -> list[ModelArray]:
@@ -55,11 +59,11 @@ def archived_arrays(archive: zipfile.ZipFile, path: str) -> list[ModelArray]:
     """
     before, found = 0, []
     for info in archive.infolist():
-        location = plain_text(info.filename.removesuffix(".npy"))
+        location = info.filename.removesuffix(".npy")
         try:
             array = _member(archive, info, location, before, os.path.getsize(path))
         except (*PARSE_ERRORS, FileFormatError) as error:
-            array = ModelArray(location, unread=plain_text(error, 200), key=info.filename)
+            array = ModelArray(location, unread=plain_text(error, 200))
         before += info.file_size
         found.append(array)
     return found
@@ -82,8 +86,7 @@ def _member(
     elif min(shape, default=0) < 0 or size != info.file_size - start:
         reason = f"its header declares {size} bytes, but {info.file_size - start} follow"
     pieces, whole = partial(_pieces, archive, info, dtype, start), partial(_whole, archive, info)
-    about = (location, info.filename, dtype, shape, info.compress_size)
-    return ModelArray.found(*about, pieces, whole, reason)
+    return ModelArray.found(location, dtype, shape, info.compress_size, pieces, whole, reason)
 
 
 def _pieces(

@@ -28,6 +28,8 @@ from keras_nanguard._files.formats.contents import Contents, ModelArray
 from keras_nanguard._files.formats.hdf5 import SIGNATURE, Window, attribute_text, stored_arrays
 from keras_nanguard._files.formats.limits import (
     MAX_JSON,
+    MAX_RATIO,
+    MAX_UNBACKED,
     PARSE_ERRORS,
     READ_BYTES,
     readable,
@@ -198,6 +200,9 @@ def _weights(archive: zipfile.ZipFile, path: str, stack: ExitStack) -> Window:
     if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
         raw = stack.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
         return Window(raw, _data_start(raw, info), info.file_size)
+    if info.file_size > MAX_RATIO * info.compress_size + MAX_UNBACKED:
+        declared = f"unpacks to {info.file_size} bytes and stores {info.compress_size}"
+        raise FileFormatError(f"{WEIGHTS} {declared}. Save the model again with model.save.")
     unpacked = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
     with archive.open(info) as member:  # ends after `file_size` bytes
         shutil.copyfileobj(member, unpacked, READ_BYTES)

@@ -79,14 +79,14 @@ def _stored_array(
     tensorstore: Any, spec: dict[str, Any], name: str, before: int, file_size: int
 ) -> ModelArray:
     """Return an array of a checkpoint. For `before` and `file_size` see `declared_too_much`."""
-    location = plain_text(name.replace(".", "/"))
+    location = name.replace(".", "/")
     try:
         array = tensorstore.open(spec, open=True, read=True).result()
         shape = tuple(map(int, array.shape))
         chunk = tuple(map(int, array.chunk_layout.read_chunk.shape or shape))
         dtype = np.dtype(array.dtype.numpy_dtype)
     except PARSE_ERRORS as error:
-        return ModelArray(location, unread=plain_text(error, 200), key=name)
+        return ModelArray(location, unread=plain_text(error, 200))
     reason = declared_too_much(shape, chunk, dtype.itemsize, before, file_size)
 
     def get(part: Any) -> NDArray[Any]:
@@ -94,4 +94,4 @@ def _stored_array(
 
     pieces = partial(pieces_of, get, shape, chunk, dtype.itemsize)
     stored, whole = math.prod(shape) * dtype.itemsize, partial(get, ())
-    return ModelArray.found(location, name, dtype, shape, stored, pieces, whole, reason)
+    return ModelArray.found(location, dtype, shape, stored, pieces, whole, reason)
