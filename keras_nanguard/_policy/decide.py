@@ -369,7 +369,8 @@ class PlannedRollback(Rollback):
     """A rollback that was decided.
 
     Attributes:
-        depth: which of the verified snapshots to restore; 1 is the newest.
+        depth: more than 1 for a repetition, which goes further back if the last one has brought no
+            progress.
         before_onset: whether to restore one from before the onset of a divergence instead.
     """
 
