@@ -256,13 +256,14 @@ class ReplayQueue:
             self._streaks, self._unusable = run.recovery.policy_state, poles
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
-        counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
+        counts.go_back(step, snapshot.good, rerun)
         if rerun is None:
             run.recent.restart()
             return
         self.rollbacks, self.running = self.rollbacks + 1, True
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
+        run.recovery.count(run.recovery.policy_state.without_refused(rerun.refused))
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
             run.due.plan(task, step + 1)
         run.due.plan("snapshot", step + every if every else math.inf)
@@ -282,7 +283,7 @@ class ReplayQueue:
     def step(self) -> Executed | None:
         """Run the next step again; return `None` if it is passed over."""
         run, args = self._run, self._batches.popleft()
-        if run.step == run.counts.epoch_start and not self._metrics:
+        if run.step == run.counts.began and not self._metrics:
             self._begin_metrics()
         self._poles.pass_over()
         if args is not None:
@@ -314,7 +315,7 @@ class ReplayQueue:
         """
         run, stored = self._run, snapshot.metrics
         metrics = run.train_state().metrics
-        if snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
+        if snapshot.step <= run.counts.began and hasattr(run.model, "reset_metrics"):
             self._begin_metrics()
             return []
         if not all(id(variable) in stored for variable in metrics):

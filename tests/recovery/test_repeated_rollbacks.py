@@ -1,5 +1,7 @@
 """Rollbacks that are repeated do not undo a long run, in memory or on disk."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -87,3 +89,56 @@ def test_a_run_that_is_killed_after_a_rollback_continues_after_it(tmp_path):
     for (path, one), (_, other) in zip(resumed.state, whole.state, strict=True):
         if not path.startswith(("loss/", "mean_absolute")):
             np.testing.assert_array_equal(one, other, err_msg=path)
+
+
+def snapshots(directory):
+    """Return the records of the snapshots in a folder, oldest first."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("snapshots/*/snapshot.json"))]
+
+
+class TestPosition:
+    """A snapshot has the epoch and the batch of its step, also in a replay."""
+
+    def test_of_an_earlier_epoch(self, tmp_path, capsys):
+        guard = NanGuard(directory=tmp_path, resume=True, snapshot={**SNAPSHOT, "keep": 20}, diagnose=False)
+        callbacks = [corrupts(11), corrupts(3, epoch=1)]
+        zoo.run(zoo.plain, zoo.regression(batches=15), guard=guard, epochs=3, callbacks=callbacks)
+        assert [detail.rpartition("; ")[0] for detail in rollbacks(guard)] == [
+            "restored the state after 10 steps",
+            "restored the state before the first step",
+        ]
+        found = snapshots(tmp_path)
+        assert all(one["step"] == 15 * one["epoch"] + one["batch"] for one in found)
+        assert [one["step"] for one in found] == [0, 10, 20, 30, 40] and "cannot write" not in capsys.readouterr().out
+
+    @pytest.mark.shared
+    def test_of_many_short_epochs(self, tmp_path):
+        """As many as the steps that a replay may have: here one step in each."""
+        snapshot = {"every": 20, "verify_after": 2, "keep": 20}
+        guard = NanGuard(directory=tmp_path, resume=True, snapshot=snapshot, verbose=0, diagnose=False)
+        build = lambda: zoo.plain(keras.optimizers.SGD(0.0), dropout=False, metrics=())  # noqa: E731
+        callbacks = [corrupts(0, epoch=30), corrupts(0, epoch=290)]
+        zoo.run(build, zoo.regression(batches=1), guard=guard, epochs=300, callbacks=callbacks)
+        assert ["before the first step" in detail for detail in rollbacks(guard)] == [False, True]
+        found = {one["step"]: one["epoch"] + one["batch"] for one in snapshots(tmp_path)}
+        assert found.keys() >= {20, 40, 280} and all(step == epoch for step, epoch in found.items())
+
+    def test_among_skipped_batches(self, tmp_path):
+        """Those after the first rollback are no part of the steps before it, which the second one replays."""
+        policy = {"snapshot": {**SNAPSHOT, "keep": 20}, "rollback": {"skip_batches": 7}}
+        guard = NanGuard(policy, directory=tmp_path, resume=True, verbose=0, diagnose=False)
+        callbacks = [corrupts(11), corrupts(14)]
+        zoo.run(zoo.plain, zoo.regression(batches=60), guard=guard, epochs=1, callbacks=callbacks)
+        assert [detail.rpartition("; ")[2] for detail in rollbacks(guard)] == ["3 later steps replayed", "14 later steps replayed"]
+        found = [(one["step"], one["batch"]) for one in snapshots(tmp_path)]
+        assert found == [(0, 0), (10, 10), (20, 34), (30, 44), (40, 54)], "7 batches after step 12, and 7 after step 13"
+
+
+def test_a_refused_step_that_was_good_in_a_replay_is_no_longer_refused():
+    """Three of 200 end the run. Of the two before the second rollback the first one has replayed both."""
+    guard = NanGuard(max_refused_share=0.015, verbose=0, diagnose=False)
+    model = zoo.plain(dropout=False)
+    with inject(model, site="loss", step=5):
+        zoo.fit(model, zoo.regression(batches=20), guard, corrupts(9), corrupts(14))
+    assert len(rollbacks(guard)) == 2 and all("replayed" in detail for detail in rollbacks(guard))
+    assert not guard.stopped
