@@ -166,7 +166,8 @@ class Agreement:
         if self.count == 1:
             return snapshot
         steps = self._exchange(-1 if snapshot is None else snapshot.step, "the snapshot to restore")
-        common = next((s for s in ring.snapshots if s.step == min(steps)), None)
+        known = (*ring.snapshots, *ring.undone)
+        common = next((s for s in known if s.step == min(steps)), None)
         able = common is not None and common.is_whole()
         return common if all(self._exchange(able, "whether the snapshot can be restored")) else None
 

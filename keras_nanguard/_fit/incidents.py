@@ -298,6 +298,8 @@ class Incidents:
             self._poles.pass_over_found(poles)
             run.plan_changes()
             run.save_changes()
+            if back.restored is not None and not run.stopped:
+                run.rewrite(back.restored, passed=int(incident.step == run.step))
         return incident.with_(outcomes=outcomes)
 
     def _publish(self, incident: Incident) -> None:

@@ -100,7 +100,8 @@ def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
     run = context.run
     if context.has_restored:
         raise NotDoneError("an earlier action has restored a state")
-    wanted = rollback.before_onset(context) if p.before_onset else run.ring.newest(p.depth)
+    replays = p.replay_steps and rollback.can_rerun(context)
+    wanted = rollback.chosen(context, replays, further=p.before_onset or p.depth > 1)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")

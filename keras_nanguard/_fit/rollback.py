@@ -59,23 +59,26 @@ class ActionContext:
 # Choosing a snapshot
 
 
-def before_onset(context: ActionContext) -> Snapshot | None:
-    """Return the newest snapshot from before the onset, or an older one if the last restored one
-    brought no progress; see `Ring.before_onset`. Of a proven divergence it is that of the proof.
+def chosen(context: ActionContext, replays: bool = True, further: bool = True) -> Snapshot | None:
+    """Return the snapshot that a rollback restores; see `Ring.choose`. After a divergence it is one
+    from before the onset, after a proven one that of the proof.
+
+    Args:
+        replays: whether the rollback replays the steps since then, if they are known.
+        further: whether it goes further back than the last one, if that has brought no progress.
     """
     run, incident, restored = context.run, context.incident, context.run.counts.restored
+    onset = math.inf if incident.onset is None else incident.onset
     if context.restart is not None:
         onset = context.restart
-    else:
-        onset = incident.step if incident.onset is None else int(incident.onset)
-        if restored is not None and not _improved(run, restored):
-            onset = min(onset, max(restored - 1, 0))
+    elif further and restored is not None and not _improved(run, restored):
+        onset = min(onset, max(restored - 1, 0))
     first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
 
     def can_replay(snapshot: Snapshot) -> bool:
-        return known_since(run, snapshot, incident.step) is not None
+        return replays and known_since(run, snapshot, incident.step) is not None
 
-    return run.ring.before_onset(onset, first, can_replay)
+    return run.ring.choose(onset, can_replay, first if incident.diverged else None)
 
 
 def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
@@ -89,8 +92,11 @@ def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
     run, incident = context.run, context.incident
     untouched = incident.refused and "state" not in incident.sites
     if not incident.diverged:
-        return (True, None) if untouched else (False, run.ring.newest())
-    wanted = before_onset(context)
+        undone = run.ring.last_undone()
+        if untouched and undone is None:
+            return True, None
+        return False, undone or run.ring.newest()
+    wanted = chosen(context)
     unknown: tuple[bool, Snapshot | None] = (False, wanted)
     batches = run.recent.last(WINDOW) if processes.count() == 1 else []
     if not untouched or wanted is None or not batches:
@@ -128,15 +134,27 @@ def _improved(run: Run, restored: int) -> bool:
 # Restoring it
 
 
+def _ends(context: ActionContext) -> bool:
+    decision = context.incident.decision
+    return decision is not None and decision.terminal
+
+
+def can_rerun(context: ActionContext) -> bool:
+    """Whether steps may be replayed: one has run, and the incident is no result of too many replays
+    within each other.
+    """
+    run, replays = context.run, context.replays
+    stays = replays and (_ends(context) or run.stopped or replays >= MOST_RERUNS)
+    return not stays and (run.step > 0 or context.report is not None)
+
+
 def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
     """Agree with the other processes on the steps since a snapshot that are to be replayed; `None`
     if not all processes have all of their batches, or if replaying them has led to this incident.
     A committed step that was bad itself is not among them.
     """
-    run, incident = context.run, context.incident
-    ends = incident.decision is not None and incident.decision.terminal
-    stays = context.replays and (ends or run.stopped or context.replays >= MOST_RERUNS)
-    if stays or (not run.step and context.report is None):  # no step has run
+    run, incident, ends = context.run, context.incident, _ends(context)
+    if not can_rerun(context):
         return run.agreement.rerun(None)
     bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
     by_step = not (incident.refused or context.written_outside)
@@ -166,9 +184,9 @@ def restore(
     bad = any(finding.kind == "nonfinite" for finding in incident.findings)
     # A step may have committed, but not count as good.
     uncounted = not incident.refused and context.report is not None and bad
-    undone = run.counts.good - snapshot.good + uncounted
+    undone = max(run.counts.good - snapshot.good + uncounted, 0)
     _write(run, snapshot, replays=rerun is not None, reseed=reseed)
-    run.ring.forget_after(step)
+    run.ring.go_back(step, snapshot.good, incident.diverged)
     batches = enumerate(rerun.batches, step) if rerun is not None else ()
     again = frozenset(number for number, args in batches if args is not None)
     data = {"to": step, "undone": undone, "run_again": len(again)}
@@ -238,13 +256,14 @@ class ReplayQueue:
             self._streaks, self._unusable = run.recovery.policy_state, poles
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
-        counts.go_back(step, snapshot.good, None if rerun is None else rerun.refused)
+        counts.go_back(step, snapshot.good, rerun)
         if rerun is None:
             run.recent.restart()
             return
         self.rollbacks, self.running = self.rollbacks + 1, True
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
+        run.recovery.count(run.recovery.policy_state.without_refused(rerun.refused))
         for task in ("changes", "checks", "verify_snapshots"):  # they are due again
             run.due.plan(task, step + 1)
         run.due.plan("snapshot", step + every if every else math.inf)
@@ -264,7 +283,7 @@ class ReplayQueue:
     def step(self) -> Executed | None:
         """Run the next step again; return `None` if it is passed over."""
         run, args = self._run, self._batches.popleft()
-        if run.step == run.counts.epoch_start and not self._metrics:
+        if run.step == run.counts.began and not self._metrics:
             self._begin_metrics()
         self._poles.pass_over()
         if args is not None:
@@ -296,7 +315,7 @@ class ReplayQueue:
         """
         run, stored = self._run, snapshot.metrics
         metrics = run.train_state().metrics
-        if snapshot.step <= run.counts.epoch_start and hasattr(run.model, "reset_metrics"):
+        if snapshot.step <= run.counts.began and hasattr(run.model, "reset_metrics"):
             self._begin_metrics()
             return []
         if not all(id(variable) in stored for variable in metrics):

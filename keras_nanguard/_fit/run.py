@@ -22,7 +22,7 @@ from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.log import GuardLog
 from keras_nanguard._fit.recovery import GuardState, Recovery
 from keras_nanguard._fit.snapshot_files import SnapshotFolder
-from keras_nanguard._fit.snapshots import Ring, compact
+from keras_nanguard._fit.snapshots import Ring, Snapshot, compact
 from keras_nanguard._fit.state_check import StateCheck
 from keras_nanguard._fit.steps import Counts, Due, RecentBatches
 from keras_nanguard._keras import optimizers as keras_optimizers
@@ -306,6 +306,17 @@ class Run:
         """Save the changes of the policy for another process, if snapshots are on disk."""
         if self._folder is not None:
             self._folder.save_changes(self.changes)
+
+    def rewrite(self, restored: Snapshot, passed: int) -> None:
+        """Write the current state, which was restored, to disk if it is finite.
+
+        Args:
+            passed: number of batches that are complete, but not counted yet.
+        """
+        if self._folder is not None and not self.scan():
+            epoch, batch = self.counts.position
+            place = {"step": self.step + passed, "epoch": epoch, "batch": batch + passed}
+            self.ring.rewrite(restored, self.train_state(), **place)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

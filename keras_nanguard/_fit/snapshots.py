@@ -131,6 +131,10 @@ class Ring:
             verified.
         agree: returns what is true for any of several processes; see `Agreement.any_of`.
         folder: where the snapshots are written; `None` keeps them in memory.
+
+    Attributes:
+        undone: later ones than the last that was restored, until a step has committed since then
+            and, on disk, another one is verified: so there is one to end or to resume with.
     """
 
     def __init__(
@@ -143,6 +147,8 @@ class Ring:
         self.keep, self.good_after = keep, good_after
         self._agree, self._folder = agree, folder
         self.snapshots: list[Snapshot] = []
+        self.undone: list[Snapshot] = []
+        self._restored = 0  # number of good steps
 
     # Taking one
 
@@ -175,6 +181,7 @@ class Ring:
         if snapshot is None:
             return "memory"
         self.snapshots.append(snapshot)
+        self._forget_undone(about.good)
         if self._folder is not None and snapshot.file is not None:
             self._prune(self._folder)
         return ""
@@ -269,19 +276,13 @@ class Ring:
             snapshot.verified |= good - snapshot.good >= self.good_after
             if self._folder is not None and snapshot.file is not None and snapshot.verified:
                 self._folder.mark_verified(snapshot.file)
+        self._forget_undone(good)
         waiting = (s.good + self.good_after - good for s in self.snapshots if not s.verified)
         return max(min(waiting, default=math.inf), 1)
 
-    def newest(self, depth: int = 1) -> Snapshot | None:
-        """Return the `depth`-th newest verified snapshot, or the oldest if there are fewer. Those
-        on the way that are damaged are forgotten; their files stay.
-        """
-
-        def choose() -> Snapshot | None:
-            verified = [s for s in self.snapshots if s.verified]
-            return verified[-min(depth, len(verified))] if verified else None
-
-        return self._whole(choose)
+    def newest(self) -> Snapshot | None:
+        """Return the newest verified snapshot."""
+        return self.choose(math.inf, lambda snapshot: True)
 
     def _whole(self, choose: Callable[[], Snapshot | None]) -> Snapshot | None:
         """Return the first chosen snapshot that is not damaged, and forget the others."""
@@ -291,33 +292,43 @@ class Ring:
                 snapshot.file.close()
         return snapshot
 
-    def before_onset(
-        self, onset: int, first_loss: float, can_replay: Callable[[Snapshot], bool]
+    def choose(
+        self,
+        onset: float,
+        can_replay: Callable[[Snapshot], bool],
+        first_loss: float | None = None,
     ) -> Snapshot | None:
-        """Return the newest snapshot that was taken before a step ran, verified or not. If there is
-        none, it is the newest verified one. Damaged ones are forgotten, as by `newest`.
+        """Return the newest verified snapshot from before a step ran; without one, another verified
+        one. Those on the way that are damaged are forgotten; their files stay.
 
-        If this is the state before the first step and the steps since then cannot be replayed, the
-        snapshot with the lowest loss is returned instead, provided that it has made most of the
-        progress. So a long run does not start over.
+        If it is the state before the first step, and the steps since then cannot be replayed, the
+        oldest of the other verified snapshots is returned instead. So a long run does not start
+        over.
 
         Args:
-            first_loss: the lowest loss of the first steps.
+            onset: this step; infinity for all snapshots.
             can_replay: whether the steps since a snapshot can be replayed.
+            first_loss: the lowest loss of the first steps, if the later ones have diverged. Before
+                the onset a snapshot then need not be verified, and the one that is returned instead
+                of the first state is that with the lowest loss, provided that it has made most of
+                the progress.
         """
 
         def earlier() -> Snapshot | None:
-            return next((s for s in reversed(self.snapshots) if s.step <= onset), None)
+            known = [s for s in self.snapshots if s.verified or first_loss is not None]
+            return next((s for s in reversed(known) if s.step <= onset), None)
 
         def progressed() -> Snapshot | None:
+            if first_loss is None:
+                return next((s for s in self.snapshots if s.step and s.verified), None)
             best = self.with_least_loss()
             lower = best is not None and best.level.value + best.level.spread < first_loss
             return best if lower else None
 
         chosen = self._whole(earlier)
-        if chosen is not None and not chosen.step and not can_replay(chosen):
+        if chosen is None or not (chosen.step or can_replay(chosen)):
             chosen = self._whole(progressed) or chosen
-        return chosen or self.newest()
+        return chosen or (None if first_loss is None else self.newest())
 
     @property
     def start(self) -> Snapshot | None:
@@ -331,14 +342,56 @@ class Ring:
         measured = (s for s in self.snapshots if s.step and s.verified and s.level is not UNKNOWN)
         return min(measured, key=lambda s: s.level.value, default=None)
 
-    def forget_after(self, step: int) -> None:
-        """Remove the snapshots taken after this step, because the steps before them were undone."""
-        for snapshot in [s for s in self.snapshots if s.step > step]:
-            self._remove(snapshot)
+    def go_back(self, step: int, good: int, diverged: bool) -> None:
+        """Note that a state was restored, until which so many steps were `good`, and that the
+        snapshots after this step were undone.
+
+        Args:
+            diverged: whether training had diverged, so that none of their states is good.
+        """
+        later = [s for s in self.snapshots if s.step > step]
+        for snapshot in later:
+            self.snapshots.remove(snapshot)
+            snapshot.verified &= not diverged
+        self.undone, self._restored = later + self.undone, good
+
+    def rewrite(self, snapshot: Snapshot, state: TrainState, **place: int) -> None:
+        """Write a state that was restored to disk again, as the newest one, with the step, epoch
+        and batch at which the run continues.
+        """
+        assert self._folder is not None
+        old, file = snapshot.file, self._folder.write(state, verified=snapshot.verified, **place)
+        if file is None:
+            return
+        snapshot.file = file
+        if old is not None:
+            snapshot.arrays = file if snapshot.arrays is old else snapshot.arrays
+            self._folder.remove(old)
+
+    def has_advanced(self, good: int) -> bool:
+        """Whether a step was good since the last snapshot was taken or restored, given the current
+        number of good ones.
+        """
+        return good > max((s.good for s in self.snapshots), default=self._restored)
+
+    def last_undone(self) -> Snapshot | None:
+        """Return the newest verified snapshot that was undone, `None` if a step was good since."""
+        return next((s for s in reversed(self.undone) if s.verified and s.is_whole()), None)
+
+    def _forget_undone(self, good: int) -> None:
+        """Remove what was undone if a step was good since then, given the current number."""
+        if good <= self._restored:
+            return
+        on_disk = any(s.verified and s.file is not None for s in self.snapshots)
+        for snapshot in self.undone:
+            snapshot.verified = False
+            if self._folder is not None and snapshot.file is not None and on_disk:
+                self._folder.remove(snapshot.file)
+        self.undone = [] if on_disk else [s for s in self.undone if s.file is not None]
 
     def close(self) -> None:
         """Release all snapshots in memory, and the lock of the folder."""
-        self.snapshots = []
+        self.snapshots, self.undone = [], []
         if self._folder is not None:
             self._folder.close()
 

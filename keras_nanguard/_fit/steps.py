@@ -30,9 +30,6 @@ which a run may have to return to its first state.
 
 # Counts
 
-_MAX_EPOCHS = 256
-"""Number of epochs whose first step is remembered, for replays."""
-
 
 class Counts:
     """The counters of one fit. All may read its attributes; its methods, one for each event, change
@@ -45,7 +42,9 @@ class Counts:
         run_again: further steps that were refused, undone by a rollback, and replayed.
         streak: float16 overflows in a row.
         restored: the step of the last restored snapshot, `None` before the first rollback.
-        epoch, epoch_start: the current epoch, and its first step.
+        epoch, epoch_start: the current epoch, and the step that its first batch would be without
+            batches that are skipped.
+        began: the first step of this epoch.
         epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
             one, which has ended.
         epoch_passed: batches of this epoch without a step.
@@ -62,10 +61,12 @@ class Counts:
         self.epoch_passed = self.epoch_rollbacks = 0
         self.last_refused, self.idle = False, True
         self.restored: int | None = None
-        self._began = 0
+        self.began = 0
+        self._replayed = 0  # the first step that is not replayed
         # The last overflows by step, as many as can be replayed.
         self._overflowed: deque[int] = deque(maxlen=MAX_BATCHES)
-        self._epochs: deque[tuple[int, int, int]] = deque(maxlen=_MAX_EPOCHS)
+        # First step, epoch, and `epoch_start` then: of each epoch, and after skipped batches.
+        self._places: deque[tuple[int, int, int]] = deque(maxlen=MAX_BATCHES + 1)
 
     # Steps
 
@@ -89,13 +90,13 @@ class Counts:
         """Count refused steps, from the current one on."""
         self.last_refused = True
         self.refused += steps
-        self.epoch_refused += steps if self.step >= self._began else 0
+        self.epoch_refused += steps if self.step >= self.began else 0
 
     def overflow(self) -> None:
         """Count the current step, which is refused, as an ordinary overflow."""
         self._overflowed.append(self.step)
         self.overflows += 1
-        self.epoch_overflows += self.step >= self._began
+        self.epoch_overflows += self.step >= self.began
 
     def continue_streak(self, continues: bool) -> int:
         """Return the float16 overflows in a row up to the current step, 0 if it is none."""
@@ -113,16 +114,17 @@ class Counts:
 
     # Replays
 
-    def go_back(self, step: int, good: int, again: frozenset[int] | None) -> None:
+    def go_back(self, step: int, good: int, rerun: Rerun | None) -> None:
         """Note that the snapshot of a step was restored, until which there were fewer `good` ones.
 
         Args:
-            again: if the steps since then are replayed, the refused ones among them. Then counting
-                continues from this step.
+            rerun: the steps since then if they are replayed. Then counting continues from this
+                step.
         """
         undone, self.restored, self.good = self.good - good, step, good
-        if again is None:
+        if rerun is None:
             return
+        again, self._replayed = rerun.refused, max(self._replayed, step + len(rerun.batches))
         self.step, self.committed = step, self.committed - undone
         overflows = again.intersection(self._overflowed)
         for number in overflows:
@@ -130,8 +132,8 @@ class Counts:
         self.refused -= len(again)
         self.overflows -= len(overflows)
         self.run_again += len(again)
-        self.epoch_refused -= sum(number >= self._began for number in again)
-        self.epoch_overflows -= sum(number >= self._began for number in overflows)
+        self.epoch_refused -= sum(number >= self.began for number in again)
+        self.epoch_overflows -= sum(number >= self.began for number in overflows)
 
     def end_replay(self, left_out: int, refused: bool) -> None:
         """Continue after the replays, in which the last steps were left out; the last step before
@@ -143,10 +145,9 @@ class Counts:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin counting batches and refused steps of an epoch."""
-        if self.step > self._began:
-            self._epochs.append((self._began, self.epoch, self.epoch_start))
-        self._began = self.step
-        self.epoch, self.epoch_start = epoch, self.step
+        self.began = self.step
+        self.epoch = epoch
+        self._place(self.step)
         self.epoch_refused = self.epoch_overflows = self.epoch_passed = 0
         self.epoch_rollbacks = self.rollbacks
         self.idle = True
@@ -159,13 +160,20 @@ class Counts:
     def skip_batch(self) -> None:
         """Count a batch of this epoch that is not trained on."""
         self.skip_batches = max(self.skip_batches - 1, 0)
-        self.epoch_start -= 1
+        self._place(self.epoch_start - 1)
         self.epoch_passed += 1
+
+    def _place(self, epoch_start: int) -> None:
+        """Note which batch of this epoch the next step has."""
+        self.epoch_start = epoch_start
+        if self._places and self._places[-1][0] == self.step:
+            self._places.pop()
+        self._places.append((self.step, self.epoch, epoch_start))
 
     def place(self, step: int) -> tuple[int, int]:
         """Return epoch and batch of a step, both from 0; a replay may be of an earlier epoch."""
-        for began, epoch, start in reversed(self._epochs) if step < self._began else ():
-            if step >= began:
+        for first, epoch, start in reversed(self._places):
+            if step >= first:
                 return epoch, step - start
         return self.epoch, max(step - self.epoch_start, 0)
 
@@ -176,8 +184,11 @@ class Counts:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the number of its batches that are complete or will be skipped."""
-        return self.epoch, self.step - self.epoch_start + self.skip_batches
+        """The epoch, and the number of its batches that are complete or will be skipped. Those of
+        a replayed step are as they were.
+        """
+        epoch, batch = self.place(self.step)
+        return epoch, batch + (self.skip_batches if self.step >= self._replayed else 0)
 
     @property
     def epoch_committed(self) -> int:

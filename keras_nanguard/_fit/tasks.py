@@ -71,7 +71,10 @@ class Tasks:
         run, divergence = self.run, self.divergence
         if self.incidents.replays.running:
             return run.due.step_of("divergence")  # once the steps have run again
+        replacements = run.replacements
         lost = divergence.look(run)
+        if run.replacements > replacements:
+            self.take_snapshot(verified=True)  # trials have trained from the state it has restored
         if lost is None:
             return divergence.next_look(run.step)
         incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
@@ -91,8 +94,10 @@ class Tasks:
         return self.run.step + self.run.ring.promote(self.run.counts.good)
 
     def snapshot_due(self) -> float | None:
-        """Take a snapshot at an interval."""
+        """Take a snapshot at an interval, after a good step."""
         run, step = self.run, self.run.step
+        if not run.ring.has_advanced(run.counts.good):
+            return step + 1
         taken = self.take_snapshot()
         if taken is None:
             return None
@@ -101,11 +106,12 @@ class Tasks:
         run.due.plan("verify_snapshots", self.verify_snapshots())
         return step + run.policy.snapshot.every
 
-    def take_snapshot(self, once_more: bool = True) -> bool | None:
+    def take_snapshot(self, once_more: bool = True, verified: bool = False) -> bool | None:
         """Copy the state, or raise an incident if it is not finite.
 
         Args:
             once_more: whether to copy a first state that an action of the incident has changed.
+            verified: whether it counts as verified immediately, as the first one does.
 
         Returns:
             Whether the state is copied; `None` if the last steps are to run again.
@@ -122,7 +128,7 @@ class Tasks:
                 counts.step,
                 counts.good,
                 counts.position,
-                first,
+                first or verified,
                 level,
                 generator=drawn,
                 unlisted=state.unlisted_restorers() if run.can_replay else (),

@@ -76,7 +76,7 @@ class Rollback(Action):
     phase: ClassVar[int] = RESTORE
 
     further_back: bool = Field(
-        default=True, description="go one snapshot further back on each repetition"
+        default=True, description="go further back if the last rollback brought no progress"
     )
     skip_batches: int = Field(
         default=0,

@@ -197,6 +197,11 @@ class PolicyState(Record):
             rules=other.rules,
         )
 
+    def without_refused(self, steps: Iterable[int]) -> PolicyState:
+        """Return this state without these refused steps of the fit, which run again."""
+        gone = {self.earlier + step for step in steps}
+        return self.replaced(refused=tuple(step for step in self.refused if step not in gone))
+
     def after_fit(self, steps: int) -> PolicyState:
         """Return this state for the next fit, after one of this many complete steps: budgets stay,
         streaks end.
@@ -369,7 +374,8 @@ class PlannedRollback(Rollback):
     """A rollback that was decided.
 
     Attributes:
-        depth: which of the verified snapshots to restore; 1 is the newest.
+        depth: more than 1 for a repetition, which goes further back if the last one has brought no
+            progress.
         before_onset: whether to restore one from before the onset of a divergence instead.
     """
 

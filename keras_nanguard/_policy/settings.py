@@ -28,7 +28,9 @@ HIGH_SCALE = 2.0**16
 class Snapshot(Record):
     """How snapshots of the train state are taken and stored."""
 
-    every: Steps = Field(default=100, description="steps between two snapshots, 0 takes none")
+    every: Steps = Field(
+        default=100, description="steps between two snapshots, 0 takes only the first"
+    )
     keep: int = Field(default=2, ge=1, le=1000, description="number of snapshots to keep")
     storage: Literal["memory", "disk"] = Field(
         default="memory", description="in host memory, or on disk under the guard's `directory`"

@@ -1,5 +1,7 @@
 """A rate that is too high recovers; a run that is not proven to be lost is left alone."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -267,6 +269,21 @@ class TestProbation:
         assert guard.session.run.replacements == 2, "a step that was started before would not count"
         spoiled = [np.float32(value) for value in spoils.state]
         assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), spoiled, strict=True))
+
+    def test_a_verified_state_is_always_on_disk(self, tmp_path):
+        """After the rollback, and after its end that of the state that is restored at once."""
+        snapshot = {"every": 10, "verify_after": 5}
+        guard, kept = NanGuard(directory=tmp_path, resume=True, snapshot=snapshot, verbose=0), []
+
+        def look(model):
+            found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("snapshots/*/snapshot.json"))]
+            run = guard.session.run
+            kept.append((run.replacements, run.step - max(one["step"] for one in found if one["verified"])))
+
+        fit(mlp(adam(3.0)), guard, callbacks=[Spoils(guard), zoo.After(look)], epochs=5)
+        assert changes(guard) == [["rollback", "lower_lr"]]
+        assert next(steps for replacements, steps in kept if replacements == 2) == 0
+        assert max(steps for _, steps in kept[10:]) <= 15
 
     def test_a_rate_that_is_lowered_without_a_rollback_is_on_probation_too(self, capsys):
         guard = NanGuard(divergence={"action": "lower_lr"})

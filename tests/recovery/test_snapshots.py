@@ -65,9 +65,9 @@ class TestRing:
         ring = Ring(4, 0, Agreement().any_of)
         ring.snapshots = [Snapshot(step, step, (0, step), verified=True) for step in (5, 10, 20)]
         ring.snapshots[1].is_whole = lambda: False
-        assert ring.before_onset(12, np.inf, lambda snapshot: True).step == 5
+        assert ring.choose(12, lambda snapshot: True, np.inf).step == 5
         assert [s.step for s in ring.snapshots] == [5, 20]
-        assert ring.before_onset(2, np.inf, lambda snapshot: True).step == 20
+        assert ring.choose(2, lambda snapshot: True, np.inf).step == 20
 
     def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
