@@ -21,7 +21,7 @@ from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
 from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._core.errors import expected
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import FIELDS, Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
@@ -108,7 +108,6 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         else:
             self.inner = kept[1]
             transaction.rebind(self.run)
-        transaction.recount(self.run.step)
         self.transaction = transaction
         self.model.train_function = self.run_execution
 
@@ -216,6 +215,14 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         # The batch of `train_on_batch` is kept, because a second trace reads it again.
         batches = data if of_fit else list(data)
         return self._run(lambda: self.inner(iter(batches)))
+
+    def resolve_pending(self) -> None:
+        super().resolve_pending()
+        if self.transaction.rows.wait:  # of an execution that raised before its last step
+            self.session.after(Executed(None, Verdict.of([0.0] * len(FIELDS)), None))
+
+    def _rescue(self) -> None:
+        self.resolve_pending()
 
     def run_again(self, args: Sequence[Any]) -> Executed:
         return self._run(lambda: self.inner.again(*args), args)
