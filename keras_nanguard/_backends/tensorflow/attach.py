@@ -311,12 +311,14 @@ class OneStepFunction:
 
 
 def _taken(iterator: Any) -> Any:
-    """Take the next batch from the iterator, as Keras passes it to a step.
+    """Take the next batch from the iterator, as Keras passes it to a step; later ones cannot change
+    it.
 
     Raises:
         StopIteration: if there is none.
     """
-    return keras.tree.map_structure(_present, next(iterator))
+    batch = keras.tree.map_structure(_present, next(iterator))
+    return batch if isinstance(iterator, tf.data.Iterator) else held(batch)
 
 
 def _present(value: Any) -> Any:
