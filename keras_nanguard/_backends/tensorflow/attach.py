@@ -204,7 +204,8 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
     def _trace_for(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
         if spec is not None:
-            self._with_retraces(lambda: self.transaction.trace(spec))
+            present = keras.tree.map_structure(_present, spec)
+            self._with_retraces(lambda: self.transaction.trace(present))
 
     def _execute(self, data: Any) -> Executed:
         take = self.transaction.take

@@ -79,6 +79,24 @@ def test_omitted_parts_of_a_generator_are_none():
     assert all(batch[2] is None for batch in guarded.batches)
 
 
+@pytest.mark.skipif(zoo.OLD, reason="this version of Keras takes no None from a generator")
+def test_a_fit_with_omitted_parts_resumes(tmp_path):
+    def batches(*more):
+        for number in range(6):
+            x, y = numbers(8)
+            yield (x + number, y, *more)
+
+    ended = []
+    for more in ((), (None,)):
+        for _ in range(2):
+            model, every = traced(), {"snapshot": {"every": 2, "verify_after": 1}}
+            guard = NanGuard(every, directory=tmp_path / str(len(more)), resume=True, verbose=0)
+            model.fit(batches(*more), epochs=2, steps_per_epoch=3, verbose=0, callbacks=[guard])
+        assert guard.session.run.counts.committed < 6
+        ended.append(model.get_weights())
+    zoo.assert_same(*ended)
+
+
 def test_shapes_that_change_from_fit_to_fit():
     """A trace for one shape of batches is not used for others."""
 
