@@ -158,13 +158,13 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace, with the trainable weights with which Keras has traced it."""
-        model, body = self.model, self.body
+        model, body, freezes = self.model, self.body, self._freezes
         if self._cached[0] is None or eager:
             return body
 
         def as_traced(data: Any) -> Any:
             optimizers = keras_optimizers.find_optimizers(model)
-            with keras_compiled.as_built(model, optimizers, self._freezes):
+            with keras_compiled.as_built(model, optimizers, freezes):
                 return body(data)
 
         return as_traced
