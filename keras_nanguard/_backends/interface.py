@@ -105,6 +105,22 @@ class Transaction:
         """
         raise NotImplementedError
 
+    def results(self, executed: Executed) -> list[tuple[Verdict, Report | None]]:
+        """Return the verdict of each step since the last call, in their order; with its report if
+        it is bad and has one.
+
+        Args:
+            executed: what the last step has returned.
+        """
+        verdict = executed.verdict
+        bad = verdict.refused or not verdict.finite
+        reports = self.take_reports(executed.arguments) if bad else []
+        return [(verdict, reports[-1] if reports else None)]
+
+    def drop_results(self) -> None:
+        """Drop the results of steps that the host does not count."""
+        self.take_reports()
+
     def keys_of(self, variable: Any) -> Iterable[int]:
         """Return the keys of a variable in `learned`."""
         return (id(variable),)
@@ -123,7 +139,6 @@ class Transaction:
     def rebind(self, run: Run) -> None:
         """Use the transaction for another run."""
         self.run, self.reused = run, True
-        self.resume()
 
     def release_run(self) -> None:
         """Release everything that belongs to the finished run."""
@@ -139,17 +154,9 @@ class Transaction:
     # Backends on which several steps may run before the host reads their verdicts
 
     counted = False
-    """Whether they may here, so that the steps count themselves."""
-
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`."""
-        raise NotImplementedError
-
-    def recount(self, step: int) -> None:
-        """Set the number of the next step."""
-
-    def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
+    """Whether they may here, so that the steps count themselves. After one that committed a bad
+    state all are refused until the host takes the results.
+    """
 
     # Backends on which an update may be judged with the next step
 

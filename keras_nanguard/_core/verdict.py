@@ -40,8 +40,8 @@ class Verdict(NamedTuple):
         statistics: the sum over the statistics that the forward pass wrote; on PyTorch their norm.
         weights, slots: the same sums over weights and slots after the update, 0 if not read.
         scale: the loss scale, 1 if there is none.
-        step: the step number modulo `PERIOD`, counted on the accelerator, if one execution runs
-            several steps.
+        step: its number modulo `PERIOD`, if one execution runs several steps: they count themselves
+            on the accelerator, also those that raise.
         halted: whether it was refused because an earlier step of the same execution left a bad
             state behind, or because the host first had to handle the previous step.
     """

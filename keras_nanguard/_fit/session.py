@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from keras_nanguard._backends import current
 from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.incident import Diagnosis, Finding, NonFiniteError
-from keras_nanguard._core.verdict import PERIOD, Report, Verdict
+from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.fit_logs import FitLogs
 from keras_nanguard._fit.incidents import Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
@@ -218,46 +218,24 @@ class Session:
 
     def _judge_execution(self, executed: Executed) -> None:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
-        after which other processes have news.
+        after which other processes have news: count each or raise its incident.
         """
-        run, verdict, arguments = self.run, executed.verdict, executed.arguments
+        run, counts, replacements = self.run, self.run.counts, self.run.replacements
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
-        if run.access.transaction.counted:
-            self._judge_many(verdict)
-            return
-        bad = verdict.refused or not verdict.finite
-        reports = run.access.transaction.take_reports(arguments) if bad else ()
-        if self._judge(verdict, reports[-1] if reports else None, arguments):
-            return  # the step runs again
-        run.counts.advance()
+        for verdict, report in run.access.transaction.results(executed):
+            was_replaced = run.replacements > replacements  # then this step ran on another state
+            if was_replaced or verdict.halted or (run.stopped and verdict.refused):
+                numbers = (nan, nan, nan) if was_replaced else verdict.recorded
+                run.push(counts.step, *numbers, REFUSED)
+                counts.refuse()
+            elif self._judge(verdict, report, executed.arguments):
+                return  # the step runs again
+            counts.advance()
         if run.agreement.news:
             self.incidents.handle(incident_of(run, run.agreement.pick_up()))
 
-    def _judge_many(self, last_row: Verdict) -> None:
-        """Count the steps of one execution or raise their incidents, given its last verdict."""
-        run, transaction, counts = self.run, self.run.access.transaction, self.run.counts
-        first, end = counts.step, counts.step + (last_row.step + 1 - counts.step) % PERIOD
-        replacements = run.replacements
-        reports = {report.verdict.step: report for report in transaction.take_reports()}
-        for verdict in transaction.verdicts(first, end):
-            if run.replacements > replacements:  # later steps ran on another state
-                counts.refuse(end - counts.step)
-                for refused in range(counts.step, end):
-                    run.push(refused, nan, nan, nan, REFUSED)
-                break
-            if verdict.halted or (run.stopped and verdict.refused):
-                counts.refuse()
-                run.push(counts.step, *verdict.recorded, REFUSED)
-            else:
-                self._judge(verdict, reports.get(verdict.step))
-            counts.advance()
-        counts.advance(end - counts.step)
-        now = run.access.transaction
-        if now is not transaction:  # compiled again before all steps were counted
-            now.recount(end)
-
-    def _judge(self, verdict: Verdict, report: Report | None, arguments: Any = None) -> bool:
+    def _judge(self, verdict: Verdict, report: Report | None, arguments: Any) -> bool:
         """Count a step or raise its incident; return whether steps are to run again, this one
         among them.
         """
@@ -273,7 +251,6 @@ class Session:
         replays = incidents.committed_bad_state(verdict, arguments)
         if replays is None:
             self._count_committed(verdict, arguments)
-        run.access.transaction.resume()
         return bool(replays)
 
     def _count_committed(self, verdict: Verdict, arguments: Any) -> None:

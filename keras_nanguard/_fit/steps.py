@@ -70,9 +70,9 @@ class Counts:
 
     # Steps
 
-    def advance(self, steps: int = 1) -> None:
-        """Continue with a later step."""
-        self.step += steps
+    def advance(self) -> None:
+        """Continue with the next step."""
+        self.step += 1
 
     def judge(self, refused: bool) -> None:
         """Note whether the current step was refused. Otherwise the metrics have a value."""
@@ -86,11 +86,11 @@ class Counts:
         self.streak = 0
         self.last_refused = self.idle = False
 
-    def refuse(self, steps: int = 1) -> None:
-        """Count refused steps, from the current one on."""
+    def refuse(self) -> None:
+        """Count the current step as refused."""
         self.last_refused = True
-        self.refused += steps
-        self.epoch_refused += steps if self.step >= self.began else 0
+        self.refused += 1
+        self.epoch_refused += self.step >= self.began
 
     def overflow(self) -> None:
         """Count the current step, which is refused, as an ordinary overflow."""

@@ -15,7 +15,7 @@ import pytest
 from keras import layers
 from support import zoo
 
-from keras_nanguard import NanGuard
+from keras_nanguard import NanGuard, NanGuardModel
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import bytes_of
 from keras_nanguard._keras import variables as keras_variables
@@ -280,6 +280,39 @@ def test_a_loop_without_a_trainer_has_them_too_and_may_use_one_buffer_for_all():
     assert steps == tuple(range(7)) and len(known) == 7
     for number, (args, _) in enumerate(known):
         np.testing.assert_array_equal(np.asarray(args[0]), x[number * BATCH : (number + 1) * BATCH])
+
+
+class Alone(NanGuardModel):
+    """A model that `train_on_batch` trains."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.requires_backend("tensorflow", "jax", reason="PyTorch does not copy them: such a rollback replays nothing")
+def test_train_on_batch_may_use_one_buffer_for_all():
+    """A rollback replays the batches as they were."""
+    x, y = data()
+    ended = []
+    for buffers in ([np.empty((BATCH, 4), "float32"), np.empty((BATCH, 1), "float32")], None):
+        keras.utils.set_random_seed(0)
+        model = Alone(guard=NanGuard(verbose=0, diagnose=False))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", **PLAIN)
+        model(x[:1])
+        model.optimizer.build(model.trainable_variables)
+        with inject(model, site="slots", kind="overflow", step=7):
+            for row in range(0, len(x), BATCH):
+                batch = [array[row : row + BATCH].copy() for array in (x, y)]
+                for buffer, array in zip(buffers or (), batch):
+                    buffer[:] = array
+                model.train_on_batch(*(buffers or batch))
+        assert [o.action for i in model.nanguard.incidents for o in i.outcomes if o.status == "done"] == ["rollback"]
+        ended.append(model.get_weights())
+    zoo.assert_same(*ended)
 
 
 class Endless:

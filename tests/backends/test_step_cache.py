@@ -190,7 +190,8 @@ def test_an_injected_fault_ends_with_its_context():
     assert after.incidents == []
 
 
-def test_nothing_of_the_run_is_kept():
+@pytest.mark.parametrize("first", ["new", "trained without a guard"])
+def test_nothing_of_the_run_is_kept(first):
     """Between two fits the model keeps its step, but no session and no snapshots."""
 
     def sessions():
@@ -198,7 +199,9 @@ def test_nothing_of_the_run_is_kept():
 
     gc.collect()
     before = sessions()
-    model, _, guards = fitted(2)
-    guards.clear()
+    model = network()
+    for guard in ([None] if first != "new" else []) + [NanGuard(verbose=0), NanGuard(verbose=0)]:
+        zoo.fit(model, zoo.regression(), guard)
+    del guard
     gc.collect()
     assert model.built and sessions() == before

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from keras_nanguard._backends.interface import Learned
+from keras_nanguard._backends.interface import Executed, Learned
 from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._core.verdict import Verdict
@@ -89,9 +89,10 @@ def run(transaction, given, several=1, way=""):
             result = execute(*now)
         told, verdict = read(result)
         logs.append({key: float(value) for key, value in told.items()})
-        verdicts += transaction.verdicts(start, start + several) if transaction.counted else [verdict]
+        results = transaction.results(Executed(told, verdict, (now[0],)))
+        verdicts += [verdict for verdict, _ in results]
         assert str(verdicts[-1]) == str(verdict)
-        reports += transaction.take_reports((now[0],))
+        reports += [report for _, report in results if report is not None]
     return logs, verdicts, reports
 
 

@@ -15,7 +15,7 @@ from keras_nanguard._keras.all_or_none import finish
 @contextlib.contextmanager
 def undone(run: Run) -> Iterator[None]:
     """Restore at the end, also after an exception, everything that steps may write, and drop their
-    reports: variables, learning rates, random generators, numbers and tensors in attributes of
+    results: variables, learning rates, random generators, numbers and tensors in attributes of
     layers, gradients and schedulers of torch.
 
     Raises:
@@ -39,6 +39,6 @@ def undone(run: Run) -> Iterator[None]:
         ending.enter_context(keras_attributes.python_state_restored(called))
         ending.callback(restore_variables)
         ending.callback(access.sync_variables)
-        ending.callback(lambda: access.transaction.take_reports())  # perhaps of a new trace
+        ending.callback(lambda: access.transaction.drop_results())  # perhaps of a new trace
         ending.enter_context(side_effects)
         yield

@@ -21,7 +21,7 @@ from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
 from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._core.errors import expected
-from keras_nanguard._core.verdict import Verdict
+from keras_nanguard._core.verdict import FIELDS, Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
@@ -108,7 +108,6 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         else:
             self.inner = kept[1]
             transaction.rebind(self.run)
-        transaction.recount(self.run.step)
         self.transaction = transaction
         self.model.train_function = self.run_execution
 
@@ -159,13 +158,13 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
 
     def _body(self, eager: bool) -> Any:
         """Return the step to trace, with the trainable weights with which Keras has traced it."""
-        model, body = self.model, self.body
+        model, body, freezes = self.model, self.body, self._freezes
         if self._cached[0] is None or eager:
             return body
 
         def as_traced(data: Any) -> Any:
             optimizers = keras_optimizers.find_optimizers(model)
-            with keras_compiled.as_built(model, optimizers, self._freezes):
+            with keras_compiled.as_built(model, optimizers, freezes):
                 return body(data)
 
         return as_traced
@@ -205,7 +204,8 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
     def _trace_for(self, spec: Any) -> None:
         """Trace the step for data like this without running it, which creates its variables."""
         if spec is not None:
-            self._with_retraces(lambda: self.transaction.trace(spec))
+            present = keras.tree.map_structure(_present, spec)
+            self._with_retraces(lambda: self.transaction.trace(present))
 
     def _execute(self, data: Any) -> Executed:
         take = self.transaction.take
@@ -216,6 +216,14 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         # The batch of `train_on_batch` is kept, because a second trace reads it again.
         batches = data if of_fit else list(data)
         return self._run(lambda: self.inner(iter(batches)))
+
+    def resolve_pending(self) -> None:
+        super().resolve_pending()
+        if self.transaction.rows.wait:  # of an execution that raised before its last step
+            self.session.after(Executed(None, Verdict.of([0.0] * len(FIELDS)), None))
+
+    def _rescue(self) -> None:
+        self.resolve_pending()
 
     def run_again(self, args: Sequence[Any]) -> Executed:
         return self._run(lambda: self.inner.again(*args), args)
@@ -304,12 +312,14 @@ class OneStepFunction:
 
 
 def _taken(iterator: Any) -> Any:
-    """Take the next batch from the iterator, as Keras passes it to a step.
+    """Take the next batch from the iterator, as Keras passes it to a step; later ones cannot change
+    it.
 
     Raises:
         StopIteration: if there is none.
     """
-    return keras.tree.map_structure(_present, next(iterator))
+    batch = keras.tree.map_structure(_present, next(iterator))
+    return batch if isinstance(iterator, tf.data.Iterator) else held(batch)
 
 
 def _present(value: Any) -> Any:

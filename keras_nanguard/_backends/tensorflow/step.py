@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_nanguard._backends.interface import Run
+from keras_nanguard._backends.interface import Executed, Run
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
 from keras_nanguard._backends.tensorflow.kernels import same_bits
@@ -44,7 +44,7 @@ from keras_nanguard._backends.tensorflow.trace import (
     components,
     packed,
 )
-from keras_nanguard._core.verdict import FIELDS, PERIOD, Report, Verdict
+from keras_nanguard._core.verdict import FIELDS, Report, Verdict
 
 CAPACITY = 256
 """Maximum number of waiting reports. A later refused step has only its row."""
@@ -60,7 +60,7 @@ class Transaction(TracedStep):
         jit: compile the body with XLA. Filing a refused step stays outside of the cluster.
         counted: any number of steps may run before the host reads their verdicts. The step then
             counts itself and files its row. After a step that committed a bad state all steps are
-            refused until the host has repaired it.
+            refused until the host takes their results.
         refuse: whether bad steps are refused; otherwise they commit, and only their verdict is
             reported.
         host_has_batches: otherwise each report stores its batch.
@@ -130,18 +130,18 @@ class Transaction(TracedStep):
     def take_reports(self, arguments: Any = None) -> list[Report]:
         return self.reports.take(arguments)
 
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        return self.rows.verdicts(start, end)
+    def results(self, executed: Executed) -> list[tuple[Verdict, Report | None]]:
+        reports = {r.verdict.step: r for r in self.take_reports(executed.arguments)}
+        verdicts = self.rows.take() if self.counted else [executed.verdict]
+        return [(verdict, reports.get(verdict.step)) for verdict in verdicts]
+
+    def drop_results(self) -> None:
+        super().drop_results()
+        self.rows.take()
 
     def keys_of(self, variable: Any) -> Iterable[int]:
         copies = getattr(variable.value, "values", (variable.value,))  # one per replica
         return [id(copy.handle) for copy in copies]
-
-    def resume(self) -> None:
-        self.rows.resume()
-
-    def recount(self, step: int) -> None:
-        self.rows.recount(step)
 
     def trace(self, spec: Any) -> None:
         """Trace the step for arguments like this, without running it."""
@@ -149,12 +149,13 @@ class Transaction(TracedStep):
 
     def release_run(self) -> None:
         del self.run
-        self.take_reports()
+        self.drop_results()
 
 
 class Rows:
     """The numbers of steps that may run before the host reads their verdicts: they are counted, the
-    row of each waits for the host, and after one that left a bad state all are refused.
+    row of each complete one waits for the host, and after one that left a bad state all are
+    refused.
 
     Args:
         counted: whether they may. Otherwise the host reads the verdict of each step before the next
@@ -198,24 +199,21 @@ class Rows:
 
     # On the host
 
-    def verdicts(self, start: int, end: int) -> list[Verdict]:
-        """Return the verdicts of the steps from `start` to before `end`, since the last call."""
-        known = {verdict.step: verdict for verdict in self._taken()}
-        return [known[step % PERIOD] for step in range(start, end)]
+    @property
+    def wait(self) -> bool:
+        """Whether there are any that the host has not taken."""
+        return self.counted and bool(self._rows.size() > 0)
 
-    def resume(self) -> None:
-        """Allow steps to commit again after the host has repaired the state."""
-        self._halted.assign(False)
-
-    def recount(self, number: int) -> None:
-        """Set the number of the next step."""
-        self._number.assign(number - 1)
-        self._taken()
-
-    def _taken(self) -> list[Verdict]:
+    def take(self) -> list[Verdict]:
+        """Return and remove the verdicts, in the order of the steps, and allow steps to commit."""
+        if not self.counted:
+            return []
         with tf.device("CPU:0"):
             rows = self._rows.dequeue_many(self._rows.size())
-        return [Verdict.of(row) for row in rows.numpy().tolist()]
+        verdicts = [Verdict.of(row) for row in rows.numpy().tolist()]
+        if any(verdict.halted or not verdict.finite for verdict in verdicts):
+            self._halted.assign(False)
+        return verdicts
 
 
 class Reports:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -77,6 +79,24 @@ def test_omitted_parts_of_a_generator_are_none():
     assert all(batch[2] is None for batch in guarded.batches)
 
 
+@pytest.mark.skipif(zoo.OLD, reason="this version of Keras takes no None from a generator")
+def test_a_fit_with_omitted_parts_resumes(tmp_path):
+    def batches(*more):
+        for number in range(6):
+            x, y = numbers(8)
+            yield (x + number, y, *more)
+
+    ended = []
+    for more in ((), (None,)):
+        for _ in range(2):
+            model, every = traced(), {"snapshot": {"every": 2, "verify_after": 1}}
+            guard = NanGuard(every, directory=tmp_path / str(len(more)), resume=True, verbose=0)
+            model.fit(batches(*more), epochs=2, steps_per_epoch=3, verbose=0, callbacks=[guard])
+        assert guard.session.run.counts.committed < 6
+        ended.append(model.get_weights())
+    zoo.assert_same(*ended)
+
+
 def test_shapes_that_change_from_fit_to_fit():
     """A trace for one shape of batches is not used for others."""
 
@@ -124,6 +144,63 @@ def test_a_train_function_of_any_number_of_steps():
     assert [(i.step, i.diagnosis.samples) for i in guard.incidents] == [(2, (3,))]
     counts = guard.session.run.counts
     assert (counts.committed, counts.refused, counts.step) == (4, 1, 5)
+
+
+@pytest.mark.parametrize("ends", ["in Python", "in the graph"])
+def test_a_train_function_whose_data_ends_within_an_execution(ends):
+    """Its complete steps count, and the next epoch trains on, as without a guard."""
+
+    class Five(Traced):
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+                step = tf.function(self.train_step, autograph=False)
+
+                def run(iterator):
+                    for _ in range(5):
+                        logs = step(next(iterator))
+                    return logs
+
+                self.train_function = tf.function(run, autograph=False) if ends == "in the graph" else run
+            return self.train_function
+
+    def train(x, y, callbacks):
+        keras.utils.set_random_seed(1)
+        model = Five()
+        model.compile("adam", "mse", jit_compile=False)
+        model.build((None, 4))
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+        return model
+
+    (x, y), guard = numbers(8 * 12), NanGuard(verbose=0)
+    clean = [part[: 8 * 11] for part in (x, y)]
+    x[8 * 11 + 3] = np.nan
+    guarded, counts = train(x, y, [guard]), guard.session.run.counts
+    if ends == "in Python":  # in a graph the last complete steps may be cut off
+        zoo.assert_same(guarded.get_weights(), train(*clean, []).get_weights())
+        assert [(i.step, i.epoch, i.diagnosis.samples) for i in guard.incidents] == [(11, 0, (3,)), (23, 1, (3,))]
+        assert (counts.committed, counts.refused, counts.step) == (22, 2, 24)
+    assert counts.committed == int(guarded.optimizer.iterations) >= 20
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_train_on_batch_that_fails_is_followed_by_others(eager):
+    class Guarded(NanGuardModel):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(x)
+
+    x, y = numbers(8)
+    model = Guarded()
+    model.compile("sgd", "mse", steps_per_execution=4, run_eagerly=eager, jit_compile=False)
+    for number in range(5):
+        with pytest.raises(Exception, match=r"dense|MatMul") if number == 2 else contextlib.nullcontext():
+            model.train_on_batch(x[:, :3] if number == 2 else x, y)
+    counts = model.nanguard.session.run.counts
+    assert (counts.committed, counts.step) == (4, 4) and int(model.optimizer.iterations) == 4
 
 
 def test_a_step_that_depends_on_its_update_with_autograph():
