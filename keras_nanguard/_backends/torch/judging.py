@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.calls import Ran
+from keras_nanguard._backends.torch.attempt import Attempt
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import StepContext
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 
@@ -31,7 +30,7 @@ class Checked(NamedTuple):
 
     Attributes:
         state: the train state.
-        has_updated: whether an update has run.
+        has_updated: whether an update has attempt.
         gradients: those that count, each with the path of its weight: those of its updates; if it
             has none, those that it has left.
         written: those of each site: `statistics`, what it has written besides its updates; of
@@ -91,13 +90,13 @@ class Judged(NamedTuple):
     has_news: bool = False
 
 
-def report(context: StepContext, ran: Ran, judged: Judged, args: Sequence[Any]) -> Report:
+def report(attempt: Attempt, judged: Judged, args: Sequence[Any]) -> Report:
     """Return the report of a bad step of this process. No argument is copied."""
     checked, train_state = judged.checked, judged.checked.state.train_state
-    paths = {key: variable.path for key, variable in context.log.writers.items()}
+    paths = {key: variable.path for key, variable in attempt.log.writers.items()}
     listed = (*train_state.trainable, *train_state.other, *train_state.slots)
     paths |= {id(variable.value): variable.path for variable in listed}
-    outputs = ran.calls.outputs(context.step.model)
+    outputs = attempt.outputs_of(attempt.step.model)
     found = [("outputs", path, tensor) for path, tensor in outputs]
     found += [("gradients", path, gradient) for path, gradient in checked.gradients]
     found += [
@@ -106,7 +105,7 @@ def report(context: StepContext, ran: Ran, judged: Judged, args: Sequence[Any]) 
         for tensor in tensors
     ]
     return Report(
-        judged.own._replace(refused=context.step.run.refuses),
+        judged.own._replace(refused=attempt.step.run.refuses),
         tuple((site, path) for site, path, _ in found),
         reductions.counts([tensor for _, _, tensor in found]),
         tuple(args),
@@ -114,57 +113,54 @@ def report(context: StepContext, ran: Ran, judged: Judged, args: Sequence[Any]) 
     )
 
 
-def judge(context: StepContext, ran: Ran) -> Judged:
+def judge(attempt: Attempt) -> Judged:
     """Read all numbers of a step and decide. In a healthy step the host waits for the device only
     here: with one read of it, if all numbers are finite.
-
-    Args:
-        ran: what its body has done until then.
     """
-    checked = _checked(context, ran)
-    numbers = _read(context, checked)
+    checked = _checked(attempt)
+    numbers = _read(attempt, checked)
     if not math.isfinite(sum(numbers.norms["statistics"])):
-        checked = checked.without(_constants(checked, context.log))
-        numbers = _read(context, checked)
+        checked = checked.without(_constants(checked, attempt.log))
+        numbers = _read(attempt, checked)
     written = _norms_by_site(numbers.norms, checked.written)
-    are_trials = ran.calls.has_only_line_searches and _all_finite(written)
+    are_trials = attempt.has_only_line_searches and _all_finite(written)
     if are_trials and not math.isfinite(_squares(checked, numbers)):
         # The gradients are bad only at a point that a line search has tried and left.
         checked = checked._replace(gradients=())
-        numbers = _read(context, checked)
+        numbers = _read(attempt, checked)
     previous = _norms_by_site(numbers.previous, checked.state.by_site)
     left_by_previous = not _all_finite(previous)
     norms = written | previous if left_by_previous else written
-    own = _own_verdict(checked, numbers, norms, ran.raised)
-    ruling, continues = _ruling(checked, numbers, own, ran.raised), context.learned.continues
+    own = _own_verdict(checked, numbers, norms, attempt.raised)
+    ruling, continues = _ruling(checked, numbers, own, attempt.raised), attempt.learned.continues
     alone = Judged(ruling, own, own, checked, left_by_previous, continues.is_possible)
-    return _agreed(alone, context.step.run.agreement)
+    return _agreed(alone, attempt.step.run.agreement)
 
 
-def _checked(context: StepContext, ran: Ran) -> Checked:
+def _checked(attempt: Attempt) -> Checked:
     """Return the tensors of a step that are checked."""
-    step, log, has_updated = context.step, context.log, bool(ran.updated)
-    state = step.read_state() if log.created else context.state
-    losses = [loss.detach() for loss in ran.calls.losses or step.losses(ran.outputs)]
-    gradients = _gradients(context, ran, state)
-    statistics = _statistics(log, state, context.learned.tolerated)
+    step, log, has_updated = attempt.step, attempt.log, bool(attempt.updated)
+    state = step.read_state() if log.created else attempt.state
+    losses = [loss.detach() for loss in attempt.losses or step.losses(attempt.outputs)]
+    gradients = _gradients(attempt, state)
+    statistics = _statistics(log, state, attempt.learned.tolerated)
     updated = state.by_site if has_updated else _written_by_hand(log, state)
     written = {"statistics": statistics, **updated}
     return Checked(state, has_updated, losses, gradients, written)
 
 
-def _read(context: StepContext, checked: Checked) -> Numbers:
+def _read(attempt: Attempt, checked: Checked) -> Numbers:
     """Read the numbers of these tensors, with one read of the device."""
-    scales = [context.log.before(scale.value) for scale, _ in checked.state.train_state.scales]
+    scales = [attempt.log.before(scale.value) for scale, _ in checked.state.train_state.scales]
     norms = {site: reductions.norms(tensors) for site, tensors in checked.by_site.items()}
-    previous = {f"previous {site}": norms for site, norms in context.learned.unread.items()}
+    previous = {f"previous {site}": norms for site, norms in attempt.learned.unread.items()}
     losses = [loss.sum() if loss.ndim else loss for loss in checked.losses]
     read = reductions.read({"losses": losses, "scales": scales, **norms, **previous})
     return Numbers(
         read["losses"],
         read["scales"],
         {site: read[site] for site in norms},
-        {site: read[f"previous {site}"] for site in context.learned.unread},
+        {site: read[f"previous {site}"] for site in attempt.learned.unread},
     )
 
 
@@ -239,14 +235,13 @@ def read_update(
     return verdict._replace(weights=updated["weights"], slots=updated["slots"]), {}
 
 
-def _gradients(context: StepContext, ran: Ran, state: StateTensors) -> list[tuple[str, Any]]:
-    calls = ran.calls
-    if calls.updates:
-        pairs = [pair for update in calls.updates for pair in update.pairs]
+def _gradients(attempt: Attempt, state: StateTensors) -> list[tuple[str, Any]]:
+    if attempt.updates:
+        pairs = [pair for update in attempt.updates for pair in update.pairs]
         return [(variable.path, gradient) for gradient, variable in pairs]
     # A scaler will check those of a scaled loss.
-    leaves = calls.loss_count > 0 and not (calls.is_scaled or context.has_written_weights)
-    return state.gradients() if ran.raised or leaves else []
+    leaves = attempt.loss_count > 0 and not (attempt.is_scaled or attempt.has_written_weights)
+    return state.gradients() if attempt.raised or leaves else []
 
 
 def _statistics(log: UndoLog, state: StateTensors, tolerated: Container[int]) -> list[Any]:

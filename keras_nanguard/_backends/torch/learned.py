@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -13,6 +13,9 @@ FIRST_STEPS = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
 the tensors that a step writes.
 """
+
+READ_EVERY = 100
+"""Steps between two later readings of the train state."""
 
 
 class Seen(Enum):
@@ -74,3 +77,25 @@ class Learned(interface.Learned):
     def is_fresh(self) -> bool:
         """Whether it is not known yet what the body writes."""
         return self.steps < FIRST_STEPS
+
+    @property
+    def is_reading_due(self) -> bool:
+        """Whether the train state has to be read again before the next step."""
+        return self.stale or self.is_fresh or self.steps % READ_EVERY == 0
+
+    def after_error(self) -> Learned:
+        """Return what is known after a step that has ended in an exception."""
+        return replace(self, steps=self.steps + 1, stale=True)
+
+    def of_another_body(self) -> Learned:
+        """Return what is assumed of a body that may be another one: what this one has not done,
+        that one may do.
+        """
+        return replace(
+            self,
+            steps=min(self.steps, 1),
+            stale=True,
+            continues=self.continues.of_another_body(),
+            updates_first=True,
+            adds_by_hand=self.adds_by_hand.of_another_body(),
+        )

@@ -291,17 +291,12 @@ class ReplayRecorder(Recorder):
     @property
     def records(self) -> tuple[Update, ...]:
         """The updates that were called."""
-        return self.calls.updates
-
-    @property
-    def losses(self) -> tuple[Any, ...]:
-        """The losses of the step."""
-        return self.calls.losses
+        return tuple(self.updates)
 
     @property
     def outputs(self) -> list[tuple[str, Any]]:
         """`(name, tensor)` of the outputs of the model."""
-        return self.calls.outputs(self._model)
+        return self.outputs_of(self._model)
 
 
 class Replay(interface.Replay):

@@ -31,17 +31,15 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch import execution
+from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep
+from keras_nanguard._backends.torch.execution import GuardedAttempt, commit, refuse, run_body
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge, report
 from keras_nanguard._backends.torch.learned import Learned
+from keras_nanguard._backends.torch.learning import learned_after
 from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.step_context import GuardedStep, StepContext
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
-
-READ_EVERY = 100
-"""Steps between two later readings of the train state."""
 
 
 class Given(tuple[Any, ...]):
@@ -152,18 +150,19 @@ class Transaction(GuardedStep):
 
     def run_step(self, *args: Any) -> interface.Executed:
         """Run one step. Its outputs are `None` if it has raised an exception about a bad number."""
-        state, learned = self._current_state(), self.learned
+        state = self._current_state()
         intercept = self._intercept(state)
         given = Given.of(args)
-        context = StepContext(self, state, is_compiled=intercept.compiled is not None)
+        attempt = GuardedAttempt(self, state, is_compiled=intercept.compiled is not None)
         try:
-            outputs, verdict, self.learned = self._complete(context, intercept, args)
+            verdict, self.learned = self._complete(attempt, intercept, args)
+            outputs = attempt.outputs
         except BaseException:
-            self.learned = replace(learned, steps=learned.steps + 1, stale=True)
+            self.learned = self.learned.after_error()
             raise
         finally:
-            context.log.release()  # an exception that refers to it keeps no copies
-        if not self.learned.changes_outside and self._changes_outside(context, outputs):
+            attempt.release()
+        if not self.learned.changes_outside and self._changes_outside(attempt, outputs):
             self.learned = replace(self.learned, changes_outside=True)
         return interface.Executed(outputs, verdict, given)
 
@@ -173,8 +172,7 @@ class Transaction(GuardedStep):
         is_replaced = self._current_optimizer is not self._optimizer
         if is_replaced:
             self.compiled, self._optimizer = None, self._current_optimizer
-        is_due = learned.stale or learned.is_fresh or learned.steps % READ_EVERY == 0
-        if state is None or is_replaced or is_due:
+        if state is None or is_replaced or learned.is_reading_due:
             state = self.state = self.read_state()
         return state
 
@@ -188,44 +186,42 @@ class Transaction(GuardedStep):
         return self.compiled
 
     def _complete(
-        self, context: StepContext, intercept: Intercept, args: tuple[Any, ...]
-    ) -> tuple[Any, Verdict, Learned]:
-        """Run a step; commit or refuse it. Return its outputs, its verdict, and what the steps have
-        shown.
-        """
-        ran, judged = execution.run(context, intercept, args)
-        judged = judged or judge(context, ran)
-        if judged.ruling is Ruling.CHECK:  # in this process or in another one
-            judged = judge(context, ran)
-        self.run.agreement.hear(judged.has_news)
-        learned = execution.learned_from(context, ran, judged)
-        if judged.ruling is Ruling.REFUSE:
-            with contextlib.suppress(Exception):  # the step is refused even without a description
-                self.reports.append(report(context, ran, judged, args))
-            if self.run.refuses:
-                return ran.outputs, execution.refuse(context, ran, judged), learned
-        return ran.outputs, *execution.commit(context, ran, judged, learned)
+        self, attempt: GuardedAttempt, intercept: Intercept, args: tuple[Any, ...]
+    ) -> tuple[Verdict, Learned]:
+        """Run a step; commit or refuse it. Return its verdict, and what the steps have shown.
 
-    def _changes_outside(self, context: StepContext, outputs: Any) -> bool:
+        Whatever is raised until then, such as an interrupt, undoes the step if it can be undone: a
+        step without old values has been updated after its verdict.
+        """
+        try:
+            run_body(attempt, intercept, args)
+            judged = attempt.judged or judge(attempt)
+            if judged.ruling is Ruling.CHECK:  # in this process or in another one
+                judged = judge(attempt)
+            self.run.agreement.hear(judged.has_news)
+            learned = learned_after(attempt, judged)
+            if judged.ruling is Ruling.REFUSE:
+                with contextlib.suppress(Exception):  # it is refused even without a description
+                    self.reports.append(report(attempt, judged, args))
+                if self.run.refuses:
+                    return refuse(attempt, judged), learned
+            return commit(attempt, judged, learned)
+        except BaseException as error:
+            attempt.undo(error)
+            raise
+
+    def _changes_outside(self, attempt: Attempt, outputs: Any) -> bool:
         """Whether the last step has changed something outside of the train state, which is read
         again only if it may have: the step may have created slots.
         """
-        outside = context.log.outside
-        if not outside.remain(_known(context.state, outputs)):
+        outside = attempt.log.outside
+        if not outside.remain(_known(attempt.state, outputs)):
             return False
         return outside.remain(_known(self.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
-            learned = other.learned  # perhaps of another function: what that has not done, this may
-            self.learned = replace(
-                learned,
-                steps=min(learned.steps, 1),
-                stale=True,
-                continues=learned.continues.of_another_body(),
-                updates_first=True,
-                adds_by_hand=learned.adds_by_hand.of_another_body(),
-            )
+            self.learned = other.learned.of_another_body()
 
     def follow(self, previous: interface.Transaction) -> None:
         if isinstance(previous.learned, Learned):  # else no step has run

@@ -133,6 +133,60 @@ def test_a_step_that_ends_halfway_is_undone(error):
     assert not same(ends[0], ends[1]) and same(ends[2], ends[1])
 
 
+class TwoUpdates(keras.Sequential):
+    """Updates once more than Keras, so its updates run before the verdict."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.zero_grad()
+        loss = self.compute_loss(x=data[0], y=data[1], y_pred=self(data[0], training=True))
+        loss.backward()
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in self.trainable_variables], self.trainable_variables)
+        return logs
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["ctrl-c", "memory"])
+@pytest.mark.parametrize("function", ["isfinite", "Tensor.isnan"], ids=["verdict", "report"])
+@pytest.mark.parametrize("kind", [keras.Sequential, TwoUpdates], ids=["stock", "two updates"])
+def test_a_bad_step_whose_verdict_or_report_raises_is_undone(monkeypatch, kind, function, error):
+    """The verdict on a batch with NaN, or its report, ends halfway. The model is left as after the
+    batches before.
+    """
+
+    def trained(batches, bad):
+        keras.utils.set_random_seed(0)
+        model = kind([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        x = np.random.default_rng(0).normal(size=(4 * batches, 3)).astype("float32")
+        if bad is not None:
+            x[4 * bad] = np.nan
+        guard, raised = NanGuard("stop", verbose=0), False
+
+        class Raising(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if batch == bad:
+                    monkeypatch.setattr(f"torch.{function}", raising)
+
+            def on_train_batch_end(self, batch, logs=None):
+                monkeypatch.undo()
+
+        try:
+            model.fit(x, x.sum(1), batch_size=4, shuffle=False, verbose=0, callbacks=[Raising(), guard])
+        except type(error):
+            raised = True
+        finally:
+            monkeypatch.undo()
+        return state(model), raised
+
+    def raising(*args, **kwargs):
+        raise error
+
+    (left, raised), (before, _) = trained(8, bad=5), trained(5, bad=None)
+    assert same(left, before)
+    assert raised or (function, type(error)) == ("Tensor.isnan", RuntimeError)
+
+
 def frozen(net, x):
     net[0].requires_grad_(False)
     draw_of(net(x))
