@@ -220,12 +220,14 @@ class Session:
         """Judge the steps of an execution that is the first of a trace, has several, or is bad, or
         after which other processes have news: count each or raise its incident.
         """
-        run, counts, replacements = self.run, self.run.counts, self.run.replacements
+        run, counts = self.run, self.run.counts
+        replacements, stopped = run.replacements, run.stopped
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
         for verdict, report in run.access.transaction.results(executed):
             was_replaced = run.replacements > replacements  # then this step ran on another state
-            if was_replaced or verdict.halted or (run.stopped and verdict.refused):
+            has_ended = run.stopped and not stopped
+            if was_replaced or verdict.halted or (has_ended and verdict.refused):
                 numbers = (nan, nan, nan) if was_replaced else verdict.recorded
                 run.push(counts.step, *numbers, REFUSED)
                 counts.refuse()

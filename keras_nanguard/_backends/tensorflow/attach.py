@@ -218,8 +218,10 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
         return self._run(lambda: self.inner(iter(batches)))
 
     def resolve_pending(self) -> None:
+        """Judge the complete steps of an execution that has raised."""
         super().resolve_pending()
-        if self.transaction.rows.wait:  # of an execution that raised before its last step
+        transaction = self.transaction
+        if transaction.counted and transaction.rows.wait:
             self.session.after(Executed(None, Verdict.of([0.0] * len(FIELDS)), None))
 
     def _rescue(self) -> None:

@@ -202,7 +202,7 @@ class Rows:
     @property
     def wait(self) -> bool:
         """Whether there are any that the host has not taken."""
-        return self.counted and bool(self._rows.size() > 0)
+        return bool(self._rows.size() > 0)
 
     def take(self) -> list[Verdict]:
         """Return and remove the verdicts, in the order of the steps, and allow steps to commit."""
