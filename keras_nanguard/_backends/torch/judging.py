@@ -30,7 +30,7 @@ class Checked(NamedTuple):
 
     Attributes:
         state: the train state.
-        has_updated: whether an update has attempt.
+        has_updated: whether an update has run.
         gradients: those that count, each with the path of its weight: those of its updates; if it
             has none, those that it has left.
         written: those of each site: `statistics`, what it has written besides its updates; of
