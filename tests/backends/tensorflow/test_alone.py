@@ -141,7 +141,7 @@ def test_halted_steps_do_not_lower_the_loss_scale(way):
     """Their gradients are bad because of the state, not of the scale."""
     optimizer = keras.optimizers.LossScaleOptimizer(Bursting("weights"), initial_scale=64.0)
     model = network(optimizer, Saturated(name="away"), built=False)
-    verdicts = run(alone(model, way, several=2), batches(X, range(6)), 2, way)[1]
+    verdicts = run(alone(model, way, several=6), batches(X, range(6)), 6, way)[1]
     assert [v.halted for v in verdicts] == [False] * 3 + [True] * 3
     assert all(np.isfinite(v.loss) and not np.isfinite(v.gradients) for v in verdicts[3:])
     assert (float(optimizer.dynamic_scale), int(optimizer.step_counter)) == (64.0, 3)
