@@ -195,7 +195,7 @@ def test_loop_without_watch_or_with_two():
     model, guard = zoo.plain(), NanGuard(verbose=0)
     with pytest.raises(GuardError, match=r"with guard\.watch"):
         guard.step(lambda: None)()
-    with guard.watch(model), pytest.raises(GuardInUseError, match="one"), guard.watch(model):
+    with guard.watch(model), pytest.raises(GuardInUseError, match="running loop"), guard.watch(model):
         pass
 
 

@@ -118,7 +118,6 @@ def test_the_json_form_is_strict_numbered_and_whole(make):
     assert nan == document["counts"]["nan"] == 4
 
 
-@pytest.mark.requires_backend("tensorflow", "jax", reason="Keras cannot train a stateful LSTM on PyTorch")
 def test_only_a_velocity_that_averages_squares_cannot_be_negative(keras, tmp_path):
     """In a live model and in a file that names its optimizer."""
 
@@ -151,6 +150,7 @@ def test_only_a_velocity_that_averages_squares_cannot_be_negative(keras, tmp_pat
         assert bool(repair(model).changes) == bool(codes)
 
 
+@pytest.mark.requires_backend("tensorflow", "jax", reason="Keras cannot train a stateful LSTM on PyTorch")
 def test_a_live_model_is_scanned_with_its_slots_metrics_and_states(keras):
     """Also variables that no layer lists: slots, metrics, states of a stateful layer."""
     model = keras.Sequential(
