@@ -196,3 +196,10 @@ def shardings(model: Any) -> Any:
 def uses_nnx() -> bool:
     """Whether Keras keeps its variables in NNX modules, which Keras 3.9 and older cannot."""
     return bool(getattr(keras.config, "is_nnx_enabled", bool)())
+
+
+def shares_memory(data: Any) -> bool:
+    """Whether an iterator gives the batch of `train_on_batch`: on a CPU its arrays may be views of
+    the caller's NumPy arrays.
+    """
+    return str(getattr(data, "__qualname__", "")).endswith("train_on_batch.<locals>.data")

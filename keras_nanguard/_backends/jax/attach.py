@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -86,7 +87,10 @@ class ModelAttachment(attach.Attachment):
 
     def _call(self, *args: Any) -> Any:
         """Run Keras' own loop over the batches of one execution; it calls `step` for each batch."""
-        return self.inner(*args)
+        *state, data = args
+        if _trainer.shares_memory(data) and keras.distribution.distribution() is None:
+            data = iter(jax.tree_util.tree_map(jnp.copy, list(data)))
+        return self.inner(*state, data)
 
     def step(self, state: Any, data: Any) -> Any:
         """Run one guarded step; return its logs and the state."""
