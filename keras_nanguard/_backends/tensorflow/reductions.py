@@ -8,7 +8,7 @@ is finite. So if a sum is not finite, the entries are read one by one (`counts`,
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,11 +104,13 @@ def counts(tensors: Sequence[Any]) -> Any:
 def _counts(group: Any) -> Any:
     """Return the rows of `counts` for each entry of the first axis."""
     number = group.shape[0]
-    found = [tf.fill([number], tf.size(group, tf.int64) // number)]
-    for test in (tf.math.is_inf, tf.math.is_nan):
+
+    def count(test: Callable[[Any], Any]) -> Any:
         bad = functools.reduce(tf.logical_or, map(test, _parts(group)))
-        found.insert(0, tf.reduce_sum(tf.reshape(tf.cast(bad, tf.int64), (number, -1)), 1))
-    return tf.stack(found, 1)
+        return tf.reduce_sum(tf.reshape(tf.cast(bad, tf.int64), (number, -1)), 1)
+
+    size = tf.fill([number], tf.size(group, tf.int64) // number)
+    return tf.stack([count(tf.math.is_nan), count(tf.math.is_inf), size], 1)
 
 
 def _alike(tensors: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
