@@ -282,8 +282,7 @@ def negative_slot(train_state: TrainState) -> str:
 def _is_proven(optimizer: Any, facts: OptimizerFacts) -> bool:
     betas = [getattr(optimizer, name, 0.0) for name in ("beta_1", "beta_2", "rho", "momentum")]
     return (
-        type(optimizer).__module__.startswith("keras.")
-        and facts.name in PROVEN
+        keras_optimizers.class_of_keras(optimizer) in PROVEN
         and not getattr(optimizer, "centered", False)
         and facts.dtype in ("float32", "float64")
         and facts.learning_rate is not None
