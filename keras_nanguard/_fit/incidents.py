@@ -18,14 +18,15 @@ from keras_nanguard._core.incident import (
 from keras_nanguard._core.literals import SITES
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.agreement import Agreement
-from keras_nanguard._fit.perform import WRITES_PARTS, Done, perform
+from keras_nanguard._fit.perform import WRITES_PARTS, perform
 from keras_nanguard._fit.poles import Poles, Unusable
 from keras_nanguard._fit.refusals import Refusals, findings_in_batch
-from keras_nanguard._fit.rollback import ActionContext, ReplayQueue
+from keras_nanguard._fit.rollback import ActionContext, ReplayQueue, Restored
 from keras_nanguard._fit.run import Run
+from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers
-from keras_nanguard._policy.actions import ACTIONS
-from keras_nanguard._policy.decide import decide
+from keras_nanguard._policy.actions import Action, Ending, LowerLr, Rollback, Stop
+from keras_nanguard._policy.decide import actions_of, decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Incidents:
         self,
         detected: Incident,
         report: Report | None = None,
-        restart: int | None = None,
+        restart: Snapshot | None = None,
         written_outside: bool = False,
     ) -> Handled:
         """Explain an incident, decide, act, and report it.
@@ -188,31 +189,34 @@ class Incidents:
             written_outside: whether other code has written the bad state after the last step.
         """
         explained, poles = self._explained(detected, report, self._run.agreement)
-        incident = self._decided(explained, report)
+        incident, chosen = self._decided(explained, report)
         replays = self.replays.rollbacks
-        outcomes, back = perform(
-            ActionContext(self._run, incident, report, replays, restart, written_outside)
-        )
-        incident = self._apply(incident, outcomes, back, poles)
+        context = ActionContext(self._run, incident, report, replays, restart, written_outside)
+        outcomes, restored = perform(context, chosen)
+        incident = self._apply(incident, chosen, outcomes, restored, poles)
         self._publish(incident)
         if any(outcome.action == "raise_error" for outcome in outcomes):
             raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return Handled(incident, replays=back.rerun is not None)
+        return Handled(incident, replays=restored is not None and restored.rerun is not None)
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
         incident, _ = self._explained(detected, None, Agreement())
         self._publish(incident)
 
-    def _decided(self, incident: Incident, report: Report | None) -> Incident:
-        """Return an incident with the decision of the policy; `report` has its batch."""
+    def _decided(
+        self, incident: Incident, report: Report | None
+    ) -> tuple[Incident, tuple[Action, ...]]:
+        """Return an incident with the decision of the policy, and its actions; `report` has the
+        batch.
+        """
         run = self._run
         decision, counted = decide(run.policy, run.recovery.policy_state, incident)
         if self._is_of_batch(incident, decision, report):
             incident = incident.with_(values={**incident.values, "bad_at_start": 1.0})
             decision, counted = decide(run.policy, run.recovery.policy_state, incident)
         run.recovery.count(counted)
-        return incident.with_(decision=decision)
+        return incident.with_(decision=decision), actions_of(decision)
 
     def _is_of_batch(self, incident: Incident, decision: Decision, report: Report | None) -> bool:
         """Whether neither the rollback nor the lower rate of a decision can cure a refused step,
@@ -220,12 +224,12 @@ class Incidents:
 
         If training has diverged, the state and the rate of the later steps are to blame as well.
         """
-        names = {action["action"] for action in decision.actions}
-        if not incident.refused or names.isdisjoint(("rollback", "lower_lr")):
+        kinds = {type(action) for action in actions_of(decision)}
+        if not incident.refused or kinds.isdisjoint((Rollback, LowerLr)):
             return False
         if incident.diverged or "state" in incident.sites or self._explain is None:
             return False
-        update = "lower_lr" not in names  # else a lower rate may cure it
+        update = LowerLr not in kinds  # else a lower rate may cure it
         bad_at_start = self._explain.is_bad_at_start(report, update)
         return self._run.agreement.any_of(bad_at_start)[0]
 
@@ -270,36 +274,40 @@ class Incidents:
         return incident.with_(values=values), poles
 
     def _apply(
-        self, incident: Incident, own: tuple[Outcome, ...], back: Done, poles: Unusable
+        self,
+        incident: Incident,
+        chosen: Sequence[Action],
+        own: tuple[Outcome, ...],
+        restored: Restored | None,
+        poles: Unusable,
     ) -> Incident:
         """Apply what the actions of an incident have done; return it with the outcomes.
 
         Args:
             own: the outcomes of this process.
-            back: the result of the action that has restored a state.
+            restored: what one of them has restored.
         """
-        run, decision = self._run, incident.decision
-        assert decision is not None
+        run = self._run
         outcomes = run.agreement.outcomes(own)
-        ends = {o.action for o in outcomes if ACTIONS[o.action].terminal}  # also if it failed
-        if ends:
-            run.stop(any(a.get("log_worst_metrics", False) for a in decision.actions))
-        if ends - {"raise_error"}:
-            run.model.stop_training = True
+        for action in chosen:
+            if isinstance(action, Ending):  # also if it failed
+                run.stop(isinstance(action, Stop) and action.log_worst_metrics)
+            if isinstance(action, Stop):
+                run.model.stop_training = True
         run.recovery.count(run.recovery.policy_state.performed(outcomes))
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
         run.record_factor("; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
-        if wrote or back.restored is not None:
+        if wrote or restored is not None:
             run.count_replacement()
-        if back.restored is not None:
-            self.replays.go_back(back.restored, back.rerun, poles)
-        if back.rerun is None:
+        if restored is not None:
+            self.replays.go_back(restored, poles)
+        if restored is None or restored.rerun is None:
             self._poles.pass_over_found(poles)
             run.plan_changes()
             run.save_changes()
-            if back.restored is not None and not run.stopped:
-                run.rewrite(back.restored, passed=int(incident.step == run.step))
+            if restored is not None and not run.stopped:
+                run.rewrite(restored.snapshot, passed=int(incident.step == run.step))
         return incident.with_(outcomes=outcomes)
 
     def _publish(self, incident: Incident) -> None:

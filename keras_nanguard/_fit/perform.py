@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +18,8 @@ from keras_nanguard._core.plain_values import times
 from keras_nanguard._fit import rollback
 from keras_nanguard._fit.batchnorm import initial_statistics, learning, reestimated, runs_alone
 from keras_nanguard._fit.rates import Rate
-from keras_nanguard._fit.rollback import ActionContext
+from keras_nanguard._fit.rollback import ActionContext, Restored
 from keras_nanguard._fit.run import Run
-from keras_nanguard._fit.snapshots import Snapshot
-from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
@@ -29,7 +27,6 @@ from keras_nanguard._keras import (
 )
 from keras_nanguard._keras.all_or_none import write_all
 from keras_nanguard._policy import actions
-from keras_nanguard._policy.decide import PlannedRollback, action_of
 
 
 class NotDoneError(Exception):
@@ -42,46 +39,44 @@ class Done(NamedTuple):
     Attributes:
         text: what was done, in words. The printed line has that of a lowered rate, and of the end
             of training the `restored_state`.
-        restored: the snapshot that was restored, if any.
-        rerun: the steps to replay from it, or `None`.
+        restored: what was restored, if anything.
     """
 
     text: str
-    restored: Snapshot | None = None
-    rerun: Rerun | None = None
+    restored: Restored | None = None
 
 
-def perform(context: ActionContext) -> tuple[tuple[Outcome, ...], Done]:
-    """Perform every action of the decision of an incident.
+def perform(
+    context: ActionContext, chosen: Sequence[actions.Action]
+) -> tuple[tuple[Outcome, ...], Restored | None]:
+    """Perform the actions that were chosen for an incident.
 
     An action that raises is reported as skipped with the error, and the other actions still run.
 
     Returns:
-        The outcomes, and the result of the action that has restored a state, if any has.
+        The outcomes, and what an action has restored, if any has.
     """
-    run, decision = context.run, context.incident.decision
-    assert decision is not None
-    if any(action["action"] == "lower_lr" for action in decision.actions):
+    run = context.run
+    if any(isinstance(action, actions.LowerLr) for action in chosen):
         read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
         rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
         known = {key: rate for key, rate in rates.items() if rate is not None}
         context = replace(context, rates_before=known)
     run.ring.promote(run.counts.good)
     outcomes: list[Outcome] = []
-    back = Done("")
-    for action in decision.actions:
-        outcome, done = _attempt(context, action)
+    for action in chosen:
+        outcome, restored = _attempt(context, action)
         outcomes.append(outcome)
-        if done is not None and done.restored is not None:
-            back, context = done, replace(context, has_restored=True)
-    return tuple(outcomes), back
+        if restored is not None:
+            context = replace(context, restored=restored)
+    return tuple(outcomes), context.restored
 
 
-def _attempt(context: ActionContext, action: Mapping[str, Any]) -> tuple[Outcome, Done | None]:
-    """Perform one action; return its outcome, and what was done, `None` if it was skipped."""
-    name = action["action"]
+def _attempt(context: ActionContext, action: actions.Action) -> tuple[Outcome, Restored | None]:
+    """Perform one action; return its outcome, and what it has restored, if anything."""
+    name = action.name
     try:
-        done = PERFORMERS[name](context, action_of(action))
+        done = PERFORMERS[name](context, action)
     except StateLostError:
         raise
     except NotDoneError as error:
@@ -90,18 +85,18 @@ def _attempt(context: ActionContext, action: Mapping[str, Any]) -> tuple[Outcome
         return Outcome(name, "skipped", f"{type(error).__name__}: {error}"), None
     if name in WRITES_PARTS:
         context.run.recent.restart()
-    return Outcome(name, "done", done.text), done
+    return Outcome(name, "done", done.text), done.restored
 
 
 # The actions
 
 
-def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
+def _roll_back(context: ActionContext, p: actions.Rollback) -> Done:
     run = context.run
-    if context.has_restored:
+    if context.restored is not None:
         raise NotDoneError("an earlier action has restored a state")
     replays = p.replay_steps and rollback.can_rerun(context)
-    wanted = rollback.chosen(context, replays, further=p.before_onset or p.depth > 1)
+    wanted = rollback.chosen(context, replays, further=p.further_back)
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
         raise NotDoneError("there is no verified snapshot to restore")
@@ -115,9 +110,9 @@ def _roll_back(context: ActionContext, p: PlannedRollback) -> Done:
         also = "; no batch is skipped, because a loop of your own chooses them"
     if rerun is not None:
         again = f"{times(rerun.replayed, 'later step')} replayed"
-        return Done(f"{back}{also}; {again}", snapshot, rerun)
+        return Done(f"{back}{also}; {again}", Restored(snapshot, rerun))
     lost = f"{times(undone, 'committed step')} undone" if undone else "no step had committed since"
-    return Done(f"{back}; {lost}{also}", snapshot)
+    return Done(f"{back}; {lost}{also}", Restored(snapshot, None))
 
 
 def _lower_lr(context: ActionContext, p: actions.LowerLr) -> Done:
@@ -125,9 +120,7 @@ def _lower_lr(context: ActionContext, p: actions.LowerLr) -> Done:
     if _lowered_in_vain(run, incident):
         since = "yet" if run.recovery.lowering.at is None else "since it was lowered"
         raise NotDoneError(f"no step has committed {since}, so a lower rate has no effect")
-    factor = p.factor
-    if context.restart is not None:
-        factor = min(factor, incident.values["rate_factor"])
+    factor = min(p.factor, incident.values.get("rate_factor", p.factor))
     changed, rebuild = [], False
     with run.recovery.all_or_nothing():
         for optimizer in run.train_state().optimizers:
@@ -307,10 +300,10 @@ def _ended(context: ActionContext, p: actions.Ending, how: str) -> Done:
 def _restore_last_good(context: ActionContext) -> Done:
     """Restore the last good state at the end, unless the model has it."""
     run, diverged = context.run, context.incident.diverged
-    if context.has_restored:
+    if context.restored is not None:
         return Done("the model keeps the state that was restored")
-    good, wanted = rollback.last_good(context)
-    if good:
+    wanted = rollback.last_good(context)
+    if wanted == "present":
         return Done("the model still has the last good state")
     snapshot = run.agreement.snapshot(wanted, run.ring)
     if snapshot is None:
@@ -324,7 +317,8 @@ def _restore_last_good(context: ActionContext) -> Done:
         why = f"not restored: {type(problem).__name__}: {problem}"
         return Done(restored_state(snapshot.moment, why))
     again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-    return Done(restored_state(snapshot.moment, f"restored{again}"), snapshot, rerun)
+    done = restored_state(snapshot.moment, f"restored{again}")
+    return Done(done, Restored(snapshot, rerun))
 
 
 def _rates_left(run: Run, restore: bool) -> list[str]:

@@ -84,14 +84,14 @@ class Lost:
 
     Attributes:
         incident: findings, and a diagnosis with the measurements as evidence.
-        restart: the step of the snapshot from which the change begins.
+        restart: the snapshot from which the change begins.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
         restore_rates: restores the learning rates from before the change.
     """
 
     incident: Incident
-    restart: int
+    restart: Snapshot
     abandoned: State
     settings: State
     restore_rates: Callable[[], None]
@@ -353,7 +353,7 @@ class _Trials:
         values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
         restore_rates = run.recovery.rates_restorer()
-        return Lost(incident, step, self._trying.present, self._settings, restore_rates)
+        return Lost(incident, best.snapshot, self._trying.present, self._settings, restore_rates)
 
 
 def _explained_share(losses: Sequence[float], exchanged: Mapping[int, float]) -> float:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import Executed
@@ -32,46 +32,53 @@ MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
 
 
+class Restored(NamedTuple):
+    """A snapshot that an action has restored, and the steps to replay from it, `None` for none."""
+
+    snapshot: Snapshot
+    rerun: Rerun | None
+
+
 @dataclass(frozen=True, slots=True)
 class ActionContext:
     """What the actions of one decision have in common.
 
     Attributes:
         replays: number of rollbacks since the first of the running replays began; 0 outside.
-        restart: the step of the snapshot from which a run that is proven to have diverged trains
-            better, at the `rate_factor` of the incident; `None` for another incident.
+        restart: the snapshot from which a run that is proven to have diverged trains better, at the
+            `rate_factor` of the incident; `None` for another incident.
         written_outside: whether other code has written the bad state after the last step.
         rates_before: the learning rate of each optimizer before the first action, by `id`, without
             those that raise; empty unless an action lowers it.
-        has_restored: whether an earlier action of the decision has restored a snapshot.
+        restored: what an earlier action of the decision has restored, if any has.
     """
 
     run: Run
     incident: Incident
     report: Report | None
     replays: int
-    restart: int | None = None
+    restart: Snapshot | None = None
     written_outside: bool = False
     rates_before: Mapping[int, float] = field(default_factory=dict)
-    has_restored: bool = False
+    restored: Restored | None = None
 
 
 # Choosing a snapshot
 
 
 def chosen(context: ActionContext, replays: bool = True, further: bool = True) -> Snapshot | None:
-    """Return the snapshot that a rollback restores; see `Ring.choose`. After a divergence it is one
-    from before the onset, after a proven one that of the proof.
+    """Return the snapshot that a rollback restores: after a proven divergence that of the proof,
+    else see `Ring.choose`; after a divergence it is one from before the onset.
 
     Args:
         replays: whether the rollback replays the steps since then, if they are known.
         further: whether it goes further back than the last one, if that has brought no progress.
     """
     run, incident, restored = context.run, context.incident, context.run.counts.restored
-    onset = math.inf if incident.onset is None else incident.onset
     if context.restart is not None:
-        onset = context.restart
-    elif further and restored is not None and not _improved(run, restored):
+        return context.restart
+    onset = math.inf if incident.onset is None else incident.onset
+    if further and restored is not None and not _improved(run, restored):
         onset = min(onset, max(restored - 1, 0))
     first = min((m.loss for m in run.history.first(run.step)), default=math.inf)
 
@@ -81,9 +88,9 @@ def chosen(context: ActionContext, replays: bool = True, further: bool = True) -
     return run.ring.choose(onset, can_replay, first if incident.diverged else None)
 
 
-def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
-    """Return whether the current state is the last good one, and if not, the snapshot to end the
-    run with.
+def last_good(context: ActionContext) -> Snapshot | Literal["present"] | None:
+    """Return the snapshot to end the run with, `"present"` if the current state is the last good
+    one, `None` if no good one is known.
 
     After a divergence it is, of those from before the onset, the one with the lowest loss on the
     last batches; the current state is good if its loss is not clearly higher. If that cannot be
@@ -93,26 +100,23 @@ def last_good(context: ActionContext) -> tuple[bool, Snapshot | None]:
     untouched = incident.refused and "state" not in incident.sites
     if not incident.diverged:
         undone = run.ring.last_undone()
-        if untouched and undone is None:
-            return True, None
-        return False, undone or run.ring.newest()
+        return undone or ("present" if untouched else run.ring.newest())
     wanted = chosen(context)
-    unknown: tuple[bool, Snapshot | None] = (False, wanted)
     batches = run.recent.last(WINDOW) if processes.count() == 1 else []
     if not untouched or wanted is None or not batches:
-        return unknown
+        return wanted
     earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.is_whole()]
 
-    def compared(trying: Trial) -> tuple[bool, Snapshot | None]:
+    def compared(trying: Trial) -> Snapshot | Literal["present"] | None:
         settings = trying.settings(trying.trained(trying.present, batches))
         present = trying.losses(trying.present, batches)
         losses = {s: trying.losses(trying.state_of(s, settings), batches) for s in earlier}
         best = min(reversed(earlier), key=lambda s: fmean(losses[s]))
         if clearly_lower(losses[best], present):
-            return False, best
-        return math.inf not in present, wanted
+            return best
+        return wanted if math.inf in present else "present"
 
-    return tried(run, compared, unknown)
+    return tried(run, compared, wanted)
 
 
 def known_since(run: Run, snapshot: Snapshot, step: int) -> Rerun | None:
@@ -243,14 +247,14 @@ class ReplayQueue:
         """
         return bool(self._batches) and (self._stopped or not self._run.stopped)
 
-    def go_back(self, snapshot: Snapshot, rerun: Rerun | None, poles: Unusable) -> None:
+    def go_back(self, restored: Restored, poles: Unusable) -> None:
         """Continue from a snapshot that was restored: remove the steps since then from counts,
-        batches and measurements, and replay them if they are given.
+        batches and measurements, and replay them if they are known.
 
         Args:
             poles: those that the incident is about, to be passed over after the replays.
         """
-        run, counts = self._run, self._run.counts
+        run, counts, (snapshot, rerun) = self._run, self._run.counts, restored
         if rerun is not None and not self.running:
             self._stopped, self._refused = run.stopped, counts.last_refused
             self._streaks, self._unusable = run.recovery.policy_state, poles

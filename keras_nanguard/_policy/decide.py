@@ -23,7 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,36 +370,23 @@ def _ordered(incident: Incident, actions: Iterable[Action], refuse: bool) -> lis
     return sorted(chosen.values(), key=lambda action: action.phase)
 
 
-class PlannedRollback(Rollback):
-    """A rollback that was decided.
-
-    Attributes:
-        depth: more than 1 for a repetition, which goes further back if the last one has brought no
-            progress.
-        before_onset: whether to restore one from before the onset of a divergence instead.
-    """
-
-    depth: int
-    before_onset: bool
-
-
 def _planned(policy: Policy, state: PolicyState, incident: Incident, action: Action) -> Action:
     """Return an action with the parameters from the tables of the policy and from earlier
-    incidents.
+    incidents. Only a repeated rollback goes further back, or one after a divergence.
     """
     given, table = action.model_dump(exclude_unset=True), getattr(policy, action.name, None)
     default, times = (table if isinstance(table, Action) else action), state.times(action.name)
     found = default.replaced(**given)
     if isinstance(found, Rollback):
         replay = found.replay_steps or incident.diverged or _is_bad_state(incident)
-        own = {"depth": 1 + (times if found.further_back else 0), "before_onset": incident.diverged}
-        return PlannedRollback(**{**found.model_dump(), "replay_steps": replay, **given, **own})
+        further = incident.diverged or (found.further_back and times > 0)
+        return found.replaced(**{"replay_steps": replay, **given, "further_back": further})
     if isinstance(found, LowerLr) and (incident.diverged or times):
         return found.replaced(**{"recover_after": 0, **given})
     return found
 
 
-def action_of(data: Mapping[str, Any]) -> Action:
-    """Return an action of a decision, whose `actions` are plain data."""
-    kind = PlannedRollback if data["action"] == PlannedRollback.name else ACTIONS[data["action"]]
-    return kind(**{name: value for name, value in data.items() if name != "action"})
+def actions_of(decision: Decision) -> tuple[Action, ...]:
+    """Return the actions of a decision, which has them as plain data."""
+    plain = [dict(action) for action in decision.actions]
+    return tuple(ACTIONS[parameters.pop("action")](**parameters) for parameters in plain)

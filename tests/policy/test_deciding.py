@@ -386,11 +386,11 @@ def test_the_rate_returns_once_and_a_second_reduction_is_permanent():
     row = [bad(step, cause="unknown") for step in range(50, 59)]
     found = decisions("recover", row)
     acting = [found[2], found[5], found[8]]
-    assert [parameters(one, "rollback")["depth"] for one in acting] == [1, 2, 3]
+    assert [parameters(one, "rollback")["further_back"] for one in acting] == [False, True, True]
     assert [parameters(one, "lower_lr")["recover_after"] for one in acting] == [500, 0, 0]
     assert not any(parameters(one, "rollback")["replay_steps"] for one in acting)
     *_, third = decisions({"rollback": {"further_back": False}}, row[:6])
-    assert parameters(third, "rollback")["depth"] == 1
+    assert not parameters(third, "rollback")["further_back"]
 
 
 def test_a_divergence_restores_a_state_before_its_onset_and_replays():
@@ -398,7 +398,7 @@ def test_a_divergence_restores_a_state_before_its_onset_and_replays():
     row = [bad(step, cause="divergence") for step in (50, 51, 52)]
     *_, third = decisions("recover", row)
     back = parameters(third, "rollback")
-    assert back["before_onset"] and back["replay_steps"]
+    assert back["further_back"] and back["replay_steps"]
     assert parameters(third, "lower_lr")["recover_after"] == 0
 
 
@@ -411,13 +411,14 @@ def test_a_bad_state_is_rolled_back_at_once(refused):
     changes = [[a["action"] for a in one.actions] for one in found]
     assert changes == [["rollback"], ["rollback", "lower_lr"], ["rollback", "lower_lr"], ["stop"]]
     back = [parameters(one, "rollback") for one in found[:3]]
-    assert all(one["replay_steps"] for one in back) and [one["depth"] for one in back] == [1, 2, 3]
+    assert all(one["replay_steps"] for one in back)
+    assert [one["further_back"] for one in back] == [False, True, True]
 
 
 def test_a_finite_divergence_is_acted_on_at_once():
     """A proven divergence leads to a rollback before its onset, and a lower rate for good."""
     (decision,) = decisions("recover", [DIVERGED])
-    assert parameters(decision, "rollback")["before_onset"]
+    assert parameters(decision, "rollback")["further_back"]
     assert parameters(decision, "lower_lr")["recover_after"] == 0
 
 
