@@ -87,7 +87,7 @@ class Attached:
         is validated or saved.
         """
         run = self.session.run
-        last = run.counts.epoch + 1 >= self._plan.get("epochs", math.inf)
+        last = run.counts.epoch.number + 1 >= self._plan.get("epochs", math.inf)
         if self.training and (last or getattr(run.model, "stop_training", False)):
             run.access.resolve_pending()
             self.session.tasks.divergence.end(run)
@@ -114,7 +114,7 @@ class Attached:
         it is no incident.
         """
         run = self.session.run
-        at = f" of epoch {run.counts.epoch + 1}" if self.training else ""
+        at = f" of epoch {run.counts.epoch.number + 1}" if self.training else ""
         for name, value in ((prefix + finding.path, finding.value) for finding in bad):
             line = f"NanGuard: the metric {name}{at} is {value}, although the loss is finite."
             run.say_once(f"the metric {name}", line)
@@ -130,7 +130,7 @@ class Attached:
         seen = session.logs
         self._log.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._log.line(self._log.bad_rows.line())
-        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch.refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
 
@@ -138,15 +138,15 @@ class Attached:
         """Add the guard's own numbers to the logs of an epoch."""
         run, counts = self.session.run, self.session.run.counts
         if self._logs:
-            norm, scale = run.recorder.epoch_means(counts.epoch)
+            norm, scale = run.recorder.epoch_means(counts.epoch.number)
             self._norm = norm if math.isfinite(norm) else self._norm
             logs |= {
                 f"{OWN}grad_norm": self._norm,
                 f"{OWN}rate_factor": run.recovery.rate_factor,
                 f"{OWN}loss_scale": scale,
-                f"{OWN}rollbacks": counts.rollbacks - counts.epoch_rollbacks,
+                f"{OWN}rollbacks": counts.rollbacks - counts.epoch.rollbacks,
             }
-        logs[REFUSED] = counts.epoch_refused
+        logs[REFUSED] = counts.epoch.refused
 
     def warn_unless_begun(self) -> None:
         """Warn if the steps of a hand-written loop were not guarded."""

@@ -134,9 +134,9 @@ class Lagging:
             StateLostError: if the state could not be restored after the check.
         """
         with run.optional():
-            model, start = run.model, run.counts.epoch_start
+            model, start = run.model, run.counts.epoch.start
             steps = plan.get("steps") or run.step - start
-            remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch - 1, 0)
+            remaining = steps * max((plan.get("epochs") or 1) - run.counts.epoch.number - 1, 0)
             losses = [m.loss for m in run.history.before(run.step) if m.step >= start][-LAST:]
             train_loss = statistics.median(losses) if losses else math.nan
             layers, loss = learning(model), numbers(logs).get("loss", math.nan)

@@ -155,7 +155,7 @@ class Divergence:
         run.count_replacement()
         probation.restore_rates()
         run.plan_changes()
-        run.ring.go_back(probation.restart.step, run.counts.good, diverged=True)
+        run.ring.go_back(probation.restart.time._replace(good=run.counts.good), diverged=True)
         run.recent.restart()
         text = "lower learning rate did not help. State and learning rate are restored."
         run.log.line(f"NanGuard: the {text}")

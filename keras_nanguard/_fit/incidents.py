@@ -91,9 +91,9 @@ class Incidents:
             Whether steps are to run again, this one among them.
         """
         run, step = self._run, self._run.step
-        run.counts.refuse()
         refusal = self.refusals.classify(verdict, report, arguments)
         status = OVERFLOW if refusal == "overflow" else REFUSED
+        run.counts.refuse(overflow=status == OVERFLOW)
         run.push(step, *verdict.recorded, status)
         if refusal == "left_by_previous":
             for m in run.history.since(step - 1):  # the incident is about the step before
@@ -101,9 +101,8 @@ class Incidents:
             handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
             return handled.replays
-        run.recent.push(step, arguments, refused=True)
+        run.recent.push(step, arguments, status)
         if refusal == "overflow":
-            run.counts.overflow()
             return False
         args, state = run.replayable(arguments), (run.counts.committed, run.counts.rollbacks)
         findings = self.refusals.findings(verdict, report)

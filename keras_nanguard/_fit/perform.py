@@ -104,7 +104,7 @@ def _roll_back(context: ActionContext, p: actions.Rollback) -> Done:
     undone = rollback.restore(context, snapshot, rerun, reseed=rerun is None)
     skip = p.skip_batches if run.access.skips_batches else 0
     run.counts.roll_back(skip)
-    back = f"restored the state {snapshot.moment}"
+    back = f"restored the state {snapshot.time}"
     also = f"; the next {skip} batches are skipped" if skip else ""
     if skip < p.skip_batches:
         also = "; no batch is skipped, because a loop of your own chooses them"
@@ -315,9 +315,9 @@ def _restore_last_good(context: ActionContext) -> Done:
         raise
     except Exception as problem:  # noqa: BLE001  training ends all the same
         why = f"not restored: {type(problem).__name__}: {problem}"
-        return Done(restored_state(snapshot.moment, why))
+        return Done(restored_state(str(snapshot.time), why))
     again = "" if rerun is None else f", and {times(rerun.replayed, 'later step')} replayed"
-    done = restored_state(snapshot.moment, f"restored{again}")
+    done = restored_state(str(snapshot.time), f"restored{again}")
     return Done(done, Restored(snapshot, rerun))
 
 

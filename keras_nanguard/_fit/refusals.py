@@ -62,6 +62,7 @@ class Refusals:
         # The last step that has left NaN in the state of this process alone.
         self._postponed: int | None = None
         self._unexplained: int | None = None  # the last step refused with a finite batch
+        self._overflows = range(0)  # the last float16 overflows in a row
         # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
         # as long as they are the same, the state is still bad, for any batch.
         self._diverged: tuple[int, int] | None = None
@@ -82,9 +83,10 @@ class Refusals:
         by_previous = report is not None and report.left_by_previous
         by_previous |= self._postponed == run.step - 1
         overflows = bool(run.train_state().scales) and verdict.only_gradients
-        streak = run.counts.continue_streak(overflows)
+        first = self._overflows.start if self._overflows.stop == run.step else run.step
+        self._overflows = range(first, run.step + 1) if overflows else range(0)
         ordinary = overflows and not findings_in_batch(report, run.model)
-        ordinary = ordinary and is_ordinary(run, streak, verdict.scale, arguments)
+        ordinary = ordinary and self._is_ordinary(verdict.scale, arguments)
         by_previous, incident = run.agreement.any_of(by_previous, not ordinary)
         if by_previous:
             return "left_by_previous"
@@ -138,31 +140,30 @@ class Refusals:
 
         return tried(self._run, by_noise, False)
 
+    def _is_ordinary(self, scale: float, arguments: Any) -> bool:
+        """Return whether dynamic loss scaling handles the last step, in which nothing but the
+        gradients is bad.
 
-# Overflows
+        After a streak of such steps, or if the scale would fall below the floor, the step must also
+        be finite at the lowest loss scale. Then another streak begins.
+
+        Args:
+            arguments: those of the step, as it has returned them.
+        """
+        run, streak = self._run, len(self._overflows)
+        scaling, last_scale = run.policy.loss_scale, run.history.scale
+        if streak == 1 and run.scan(before=True):
+            return False
+        if scaling.is_expected_overflow(streak, scale, last_scale):
+            return True
+        too_high = scaling.is_too_high(scale * 0.5, last_scale)
+        ordinary = not too_high and _is_finite_at(run, MIN_LOSS_SCALE, arguments)
+        if ordinary:
+            self._overflows = range(0)
+        return ordinary
 
 
-def is_ordinary(run: Run, streak: int, scale: float, arguments: Any) -> bool:
-    """Return whether dynamic loss scaling handles the last step, in which nothing but the gradients
-    is bad.
-
-    After a streak of such steps, or if the scale would fall below the floor, the step must also be
-    finite at the lowest loss scale. Then another streak begins.
-
-    Args:
-        streak: number of such steps in a row.
-        arguments: those of the step, as it has returned them.
-    """
-    scaling, last_scale = run.policy.loss_scale, run.history.scale
-    if streak == 1 and run.scan(before=True):
-        return False
-    if scaling.is_expected_overflow(streak, scale, last_scale):
-        return True
-    too_high = scaling.is_too_high(scale * 0.5, last_scale)
-    ordinary = not too_high and _is_finite_at(run, MIN_LOSS_SCALE, arguments)
-    if ordinary:
-        run.counts.continue_streak(False)
-    return ordinary
+# Loss scales
 
 
 def needs_low_scale(run: Run) -> bool:

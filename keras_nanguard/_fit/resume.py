@@ -19,6 +19,7 @@ from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotRecord
 from keras_nanguard._fit.snapshots import Snapshot
+from keras_nanguard._fit.steps import Time
 from keras_nanguard._keras import fitting as keras_fitting, layers as keras_layers
 from keras_nanguard._keras.train_state import TrainState
 from keras_nanguard._policy.decide import PolicyState
@@ -81,8 +82,8 @@ class Resumed:
                 drawn = stored.generator()
                 continues = self.batch and len(metrics) == self.record.metrics
                 measured = [*zip(metrics, stored.metrics())] if continues else []
-                place = (self.epoch, self.batch)
-                Snapshot(self.record.step, 0, place, arrays=stored).write(variables, measured)
+                time = Time(self.record.step, 0, self.epoch, self.batch)
+                Snapshot(time, arrays=stored).write(variables, measured)
         except StateLostError:
             raise
         except PARSE_ERRORS as error:

@@ -27,6 +27,7 @@ from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import PolicyState
+from keras_nanguard._recording.database import REFUSED
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -123,7 +124,7 @@ def known_since(run: Run, snapshot: Snapshot, step: int) -> Rerun | None:
     """Return the steps from a snapshot to a step; `None` if not all of their batches are available,
     or if the steps change something that snapshots do not have.
     """
-    return run.recent.rerun(snapshot, step) if run.can_replay else None
+    return run.recent.rerun(snapshot.step, step) if run.can_replay else None
 
 
 def _improved(run: Run, restored: int) -> bool:
@@ -188,15 +189,15 @@ def restore(
     bad = any(finding.kind == "nonfinite" for finding in incident.findings)
     # A step may have committed, but not count as good.
     uncounted = not incident.refused and context.report is not None and bad
-    undone = max(run.counts.good - snapshot.good + uncounted, 0)
+    undone = max(run.counts.good - snapshot.time.good + uncounted, 0)
     _write(run, snapshot, replays=rerun is not None, reseed=reseed)
-    run.ring.go_back(step, snapshot.good, incident.diverged)
+    run.ring.go_back(snapshot.time, incident.diverged)
     batches = enumerate(rerun.batches, step) if rerun is not None else ()
     again = frozenset(number for number, args in batches if args is not None)
     data = {"to": step, "undone": undone, "run_again": len(again)}
     then = f"; {len(again)} steps replayed" if again else ""
     run.recorder.undo(step, again)
-    run.record_event("rollback", f"Restored the state {snapshot.moment}{then}.", data)
+    run.record_event("rollback", f"Restored the state {snapshot.time}{then}.", data)
     return undone
 
 
@@ -260,7 +261,7 @@ class ReplayQueue:
             self._streaks, self._unusable = run.recovery.policy_state, poles
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
-        counts.go_back(step, snapshot.good, rerun)
+        counts.go_back(snapshot.time, rerun)
         if rerun is None:
             run.recent.restart()
             return
@@ -280,19 +281,19 @@ class ReplayQueue:
         """
         run = self._run
         if run.step == step:
-            run.recent.push(step, None, refused=True)
+            run.recent.push(step, None, REFUSED)
         else:  # it is passed over once the steps before it have run again
             self._batches.insert(step - run.step, None)
 
     def step(self) -> Executed | None:
         """Run the next step again; return `None` if it is passed over."""
         run, args = self._run, self._batches.popleft()
-        if run.step == run.counts.began and not self._metrics:
+        if run.step == run.counts.epoch.first and not self._metrics:
             self._begin_metrics()
         self._poles.pass_over()
         if args is not None:
             return run.access.run_again(args)
-        run.recent.push(run.step, None, refused=True)
+        run.recent.push(run.step, None, REFUSED)
         run.counts.advance()
         return None
 
@@ -319,7 +320,7 @@ class ReplayQueue:
         """
         run, stored = self._run, snapshot.metrics
         metrics = run.train_state().metrics
-        if snapshot.step <= run.counts.began and hasattr(run.model, "reset_metrics"):
+        if snapshot.step <= run.counts.epoch.first and hasattr(run.model, "reset_metrics"):
             self._begin_metrics()
             return []
         if not all(id(variable) in stored for variable in metrics):

@@ -140,7 +140,7 @@ class Run:
             scaled=any(map(keras_optimizers.is_loss_scaled, self.train_state().optimizers)),
             path=None if own is None else Path(own) / NAME,
             resumed=resumed,
-            epoch=self.counts.epoch,
+            epoch=self.counts.epoch.number,
         )
         self._factor = self.recovery.rate_factor
 
@@ -251,12 +251,12 @@ class Run:
 
     def record_epoch(self) -> None:
         """Record the epoch of the steps from the current one on."""
-        counts = self.counts
-        self.recorder.place(counts.step, counts.epoch, counts.epoch_start)
+        epoch = self.counts.epoch
+        self.recorder.place(self.step, epoch.number, epoch.start)
 
     def record_event(self, kind: EventKind, text: str = "", data: Any = None) -> None:
         """Record an event at the current step."""
-        self.recorder.event(kind, self.step, self.counts.epoch, text, data)
+        self.recorder.event(kind, self.step, self.counts.epoch.number, text, data)
 
     def record_rate(self, ahead: bool = False) -> None:
         """Record the learning rate of the first optimizer, for the last step or for the next one
@@ -314,9 +314,9 @@ class Run:
             passed: number of batches that are complete, but not counted yet.
         """
         if self._folder is not None and not self.scan():
-            epoch, batch = self.counts.position
-            place = {"step": self.step + passed, "epoch": epoch, "batch": batch + passed}
-            self.ring.rewrite(restored, self.train_state(), **place)
+            now = self.counts.now
+            time = now._replace(step=now.step + passed, batch=now.batch + passed)
+            self.ring.rewrite(restored, self.train_state(), time)
 
     def adopt(self, changes: GuardState, write: bool) -> None:
         """Apply changes before the first step; for `write` see `Recovery.resume`."""

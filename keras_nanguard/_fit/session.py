@@ -359,7 +359,7 @@ class Session:
         with contextlib.ExitStack() as closing:  # the last one first, even if another one raises
             closing.callback(self.say_problem)
             status = "finished" if self.finished else "failed"
-            closing.callback(run.recorder.end, status, run.step, run.counts.epoch)
+            closing.callback(run.recorder.end, status, run.step, run.counts.epoch.number)
             closing.callback(run.recovery.end)
             closing.callback(run.ring.close)
             closing.callback(run.recent.release)

@@ -37,6 +37,7 @@ from keras_nanguard._core.errors import FileFormatError, expected
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import PARSE_ERRORS, refuse_bomb
 from keras_nanguard._fit.recovery import GuardState
+from keras_nanguard._fit.steps import Time
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 from keras_nanguard._keras.torch_tensors import resizable
 from keras_nanguard._keras.train_state import TrainState
@@ -223,11 +224,13 @@ class SnapshotFile:
             file.close()
 
 
-def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
-    """Write a state into a new snapshot of a folder, and return its files.
+def save(
+    folder: Path, train_state: TrainState, time: Time, verified: bool, fit: int = 0
+) -> SnapshotFile:
+    """Write the state of a time into a new snapshot of a folder, and return its files.
 
     Args:
-        **about: the fields of the record that do not follow from the state.
+        fit: number of earlier fits of the guard.
     """
     path = folder / f"snapshot-{max((n for n, _ in _numbered(folder)), default=0) + 1:08d}"
     variables, drawn = train_state.everything, current.host().generator_state()
@@ -241,6 +244,11 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
         unfinished.mkdir()
         atomic_files.save_arrays(unfinished / STATE, arrays)
         record = SnapshotRecord(
+            step=time.step,
+            epoch=time.epoch,
+            batch=time.batch,
+            verified=verified,
+            fit=fit,
             state=atomic_files.fingerprint(unfinished / STATE),
             signature=signature(variables),
             variables=tuple(zip(paths, (value.dtype.name for value in values))),
@@ -248,7 +256,6 @@ def save(folder: Path, train_state: TrainState, **about: Any) -> SnapshotFile:
             generator=drawn is not None,
             optimizers=_trained_by_each(train_state),
             versions=current.versions(),
-            **about,
         )
         record.write(unfinished)
     return SnapshotFile(path, record, variables)
@@ -297,15 +304,13 @@ class SnapshotFolder:
         self._lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
         self._locked = False
 
-    def write(self, state: TrainState, **about: Any) -> SnapshotFile | None:
-        """Write one snapshot; return its files, `None` if they could not be written. For `about`
-        see `save`.
-        """
+    def write(self, state: TrainState, time: Time, verified: bool) -> SnapshotFile | None:
+        """Write one snapshot; return its files, `None` if they could not be written."""
 
         def write() -> SnapshotFile:
             self._take_lock()
             atomic_files.sweep(self.path)
-            return save(self.path, state, fit=self._fit, **about)
+            return save(self.path, state, time, verified, self._fit)
 
         file = self._attempt(write)
         self._files += [] if file is None else [file]

@@ -21,6 +21,7 @@ from keras_nanguard._core import memory
 from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.history import Level
 from keras_nanguard._fit.snapshot_files import SnapshotFile, SnapshotFolder
+from keras_nanguard._fit.steps import Time
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.all_or_none import finish, write_all
 from keras_nanguard._keras.train_state import TrainState
@@ -45,9 +46,7 @@ class Snapshot:
     """A copy of the train state.
 
     Attributes:
-        step: number of complete steps when it was taken.
-        good: number of good steps of the fit until then.
-        position: the epoch, and the number of its complete batches.
+        time: when it was taken.
         verified: whether enough good steps have followed.
         level: the level of the losses before it, `UNKNOWN` if there were too few.
         arrays: the values, by `id` of the variable: arrays in memory, or `file`.
@@ -58,9 +57,7 @@ class Snapshot:
             the same epoch.
     """
 
-    step: int
-    good: int
-    position: tuple[int, int]
+    time: Time
     verified: bool = False
     level: Level = UNKNOWN
     arrays: Mapping[int, Array] | SnapshotFile = field(default_factory=dict)
@@ -70,10 +67,9 @@ class Snapshot:
     metrics: Mapping[int, Array] = field(default_factory=dict)
 
     @property
-    def moment(self) -> str:
-        """When it was taken, in words."""
-        steps = "1 step" if self.step == 1 else f"{self.step} steps"
-        return f"after {steps}" if self.step else "before the first step"
+    def step(self) -> int:
+        """Number of complete steps when it was taken."""
+        return self.time.step
 
     def is_whole(self) -> bool:
         """Return whether it is in memory, or its files, which are read, are whole. If not, warn."""
@@ -164,7 +160,7 @@ class Ring:
         Returns:
             What prevents it: a copy does not fit into memory, or the state is not finite.
         """
-        self.promote(about.good)
+        self.promote(about.time.good)
         short = not _fits(state.kept, first=not about.step)
         able = not short or bool(about.step and self._in_memory())
         views, good = _read(state.kept, able, accepts)
@@ -181,7 +177,7 @@ class Ring:
         if snapshot is None:
             return "memory"
         self.snapshots.append(snapshot)
-        self._forget_undone(about.good)
+        self._forget_undone(about.time.good)
         if self._folder is not None and snapshot.file is not None:
             self._prune(self._folder)
         return ""
@@ -204,9 +200,7 @@ class Ring:
         known = {id(v): keras_variables.read(v) for v in metrics}
         file = None
         if self._folder is not None:
-            epoch, batch = about.position
-            place = {"step": about.step, "epoch": epoch, "batch": batch}
-            file = self._folder.write(state, **place, verified=about.verified)
+            file = self._folder.write(state, about.time, about.verified)
         arrays: Mapping[int, Array] | SnapshotFile | None = file
         if views is not None and (file is None or not about.step):
             self._make_room(self._in_memory(), about.level, short)
@@ -273,11 +267,11 @@ class Ring:
         how many more verify the next one, infinity if none is pending.
         """
         for snapshot in self.snapshots:
-            snapshot.verified |= good - snapshot.good >= self.good_after
+            snapshot.verified |= good - snapshot.time.good >= self.good_after
             if self._folder is not None and snapshot.file is not None and snapshot.verified:
                 self._folder.mark_verified(snapshot.file)
         self._forget_undone(good)
-        waiting = (s.good + self.good_after - good for s in self.snapshots if not s.verified)
+        waiting = (s.time.good + self.good_after - good for s in self.snapshots if not s.verified)
         return max(min(waiting, default=math.inf), 1)
 
     def newest(self) -> Snapshot | None:
@@ -342,25 +336,24 @@ class Ring:
         measured = (s for s in self.snapshots if s.step and s.verified and s.level is not UNKNOWN)
         return min(measured, key=lambda s: s.level.value, default=None)
 
-    def go_back(self, step: int, good: int, diverged: bool) -> None:
-        """Note that a state was restored, until which so many steps were `good`, and that the
-        snapshots after this step were undone.
+    def go_back(self, time: Time, diverged: bool) -> None:
+        """Note that the state of a time was restored, so that all later snapshots were undone.
 
         Args:
             diverged: whether training had diverged, so that none of their states is good.
         """
-        later = [s for s in self.snapshots if s.step > step]
+        later = [s for s in self.snapshots if s.step > time.step]
         for snapshot in later:
             self.snapshots.remove(snapshot)
             snapshot.verified &= not diverged
-        self.undone, self._restored = later + self.undone, good
+        self.undone, self._restored = later + self.undone, time.good
 
-    def rewrite(self, snapshot: Snapshot, state: TrainState, **place: int) -> None:
-        """Write a state that was restored to disk again, as the newest one, with the step, epoch
-        and batch at which the run continues.
+    def rewrite(self, snapshot: Snapshot, state: TrainState, time: Time) -> None:
+        """Write a state that was restored to disk again, as the newest one, with the time at which
+        the run continues.
         """
         assert self._folder is not None
-        old, file = snapshot.file, self._folder.write(state, verified=snapshot.verified, **place)
+        old, file = snapshot.file, self._folder.write(state, time, snapshot.verified)
         if file is None:
             return
         snapshot.file = file
@@ -372,7 +365,7 @@ class Ring:
         """Whether a step was good since the last snapshot was taken or restored, given the current
         number of good ones.
         """
-        return good > max((s.good for s in self.snapshots), default=self._restored)
+        return good > max((s.time.good for s in self.snapshots), default=self._restored)
 
     def last_undone(self) -> Snapshot | None:
         """Return the newest verified snapshot that was undone, `None` if a step was good since."""

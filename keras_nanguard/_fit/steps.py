@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import batches as step_data
-from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import arrays as keras_arrays
+from keras_nanguard._recording.database import COMMITTED, OVERFLOW, REFUSED
 from keras_nanguard._recording.recording import Totals
 
 MOST_PARTS = 100
@@ -31,41 +32,81 @@ which a run may have to return to its first state.
 # Counts
 
 
+class Time(NamedTuple):
+    """A moment between two steps of a fit.
+
+    Attributes:
+        step: number of complete steps, including refused ones.
+        good: number of committed steps that no rollback has undone.
+        epoch: the epoch.
+        batch: number of batches of this epoch that are complete or will be skipped.
+    """
+
+    step: int
+    good: int
+    epoch: int
+    batch: int
+
+    def __str__(self) -> str:
+        """Return it in words: `after 5 steps`."""
+        steps = "1 step" if self.step == 1 else f"{self.step} steps"
+        return f"after {steps}" if self.step else "before the first step"
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The counts of one epoch. A replayed step may be of an earlier one, which has ended.
+
+    Attributes:
+        number: its number, from 0.
+        first: its first step.
+        rollbacks: number of rollbacks before it.
+        refused, overflows: the refused steps, and the ordinary overflows among them.
+        skipped: batches so far that were not trained on in this run.
+        resumed: batches that an earlier run has trained on.
+    """
+
+    number: int = 0
+    first: int = 0
+    rollbacks: int = 0
+    refused: int = 0
+    overflows: int = 0
+    skipped: int = 0
+    resumed: int = 0
+
+    @property
+    def start(self) -> int:
+        """The step that its first batch would be if each batch were a step."""
+        return self.first - self.skipped
+
+
 class Counts:
     """The counters of one fit. All may read its attributes; its methods, one for each event, change
     them.
 
     Attributes:
         step: complete train steps, including refused ones.
-        good: committed steps that no rollback has undone.
-        overflows: refused steps that were ordinary float16 overflows, which are not incidents.
+        committed: committed steps that were not replayed since.
+        good: those of them that no rollback has undone.
+        refused: refused steps that were not replayed since.
+        overflows: those of them that were ordinary float16 overflows, which are no incidents.
         run_again: further steps that were refused, undone by a rollback, and replayed.
-        streak: float16 overflows in a row.
+        rollbacks: number of rollbacks, with those of earlier fits.
         restored: the step of the last restored snapshot, `None` before the first rollback.
-        epoch, epoch_start: the current epoch, and the step that its first batch would be without
-            batches that are skipped.
-        began: the first step of this epoch.
-        epoch_refused, epoch_overflows: those of this epoch. A replayed step may be of an earlier
-            one, which has ended.
-        epoch_passed: batches of this epoch without a step.
-        epoch_rollbacks: number of rollbacks before this epoch.
-        idle: whether no step of this epoch has committed yet, so that its metrics are empty.
+        skip_batches: number of the next batches that are not trained on.
+        last_refused: whether the last step was refused.
+        epoch: the counts of the current epoch.
     """
 
     def __init__(self) -> None:
         self.step = self.committed = self.good = 0
         self.refused = self.overflows = self.run_again = 0
-        self.streak = self.rollbacks = self.skip_batches = 0
-        self.epoch = self.epoch_start = 0
-        self.epoch_refused = self.epoch_overflows = 0
-        self.epoch_passed = self.epoch_rollbacks = 0
-        self.last_refused, self.idle = False, True
+        self.rollbacks = self.skip_batches = 0
+        self.last_refused = False
         self.restored: int | None = None
-        self.began = 0
+        self.epoch = Epoch()
         self._replayed = 0  # the first step that is not replayed
-        # The last overflows by step, as many as can be replayed.
-        self._overflowed: deque[int] = deque(maxlen=MAX_BATCHES)
-        # First step, epoch, and `epoch_start` then: of each epoch, and after skipped batches.
+        # First step, epoch, and its `start` then: of each epoch, and after skipped batches.
         self._places: deque[tuple[int, int, int]] = deque(maxlen=MAX_BATCHES + 1)
 
     # Steps
@@ -75,33 +116,29 @@ class Counts:
         self.step += 1
 
     def judge(self, refused: bool) -> None:
-        """Note whether the current step was refused. Otherwise the metrics have a value."""
+        """Note whether the current step was refused."""
         self.last_refused = refused
-        self.idle &= refused
 
     def commit(self) -> None:
         """Count the current step as committed, and its state as good. This runs in every step."""
         self.committed += 1
         self.good += 1
-        self.streak = 0
-        self.last_refused = self.idle = False
+        self.last_refused = False
 
-    def refuse(self) -> None:
-        """Count the current step as refused."""
+    def refuse(self, overflow: bool = False) -> None:
+        """Count the current step as refused, perhaps as an ordinary `overflow`."""
         self.last_refused = True
-        self.refused += 1
-        self.epoch_refused += self.step >= self.began
+        self._count_refused([self.step], [self.step] if overflow else [])
 
-    def overflow(self) -> None:
-        """Count the current step, which is refused, as an ordinary overflow."""
-        self._overflowed.append(self.step)
-        self.overflows += 1
-        self.epoch_overflows += self.step >= self.began
-
-    def continue_streak(self, continues: bool) -> int:
-        """Return the float16 overflows in a row up to the current step, 0 if it is none."""
-        self.streak = self.streak + 1 if continues else 0
-        return self.streak
+    def _count_refused(
+        self, refused: Collection[int], overflows: Collection[int], sign: int = 1
+    ) -> None:
+        """Add steps to the refused ones, and those among them that overflow; or subtract them."""
+        epoch = self.epoch
+        self.refused += sign * len(refused)
+        self.overflows += sign * len(overflows)
+        epoch.refused += sign * sum(step >= epoch.first for step in refused)
+        epoch.overflows += sign * sum(step >= epoch.first for step in overflows)
 
     def roll_back(self, skip_batches: int) -> None:
         """Count a rollback, after which some batches are skipped."""
@@ -110,30 +147,22 @@ class Counts:
 
     def follow(self, rollbacks: int) -> None:
         """Continue the count of rollbacks of an earlier fit."""
-        self.rollbacks = self.epoch_rollbacks = rollbacks
+        self.rollbacks = self.epoch.rollbacks = rollbacks
 
     # Replays
 
-    def go_back(self, step: int, good: int, rerun: Rerun | None) -> None:
-        """Note that the snapshot of a step was restored, until which there were fewer `good` ones.
+    def go_back(self, time: Time, rerun: Rerun | None) -> None:
+        """Note that a snapshot of this time was restored.
 
         Args:
-            rerun: the steps since then if they are replayed. Then counting continues from this
-                step.
+            rerun: the steps since then if they are replayed. Then counting continues from there.
         """
-        undone, self.restored, self.good = self.good - good, step, good
-        if rerun is None:
-            return
-        again, self._replayed = rerun.refused, max(self._replayed, step + len(rerun.batches))
-        self.step, self.committed = step, self.committed - undone
-        overflows = again.intersection(self._overflowed)
-        for number in overflows:
-            self._overflowed.remove(number)
-        self.refused -= len(again)
-        self.overflows -= len(overflows)
-        self.run_again += len(again)
-        self.epoch_refused -= sum(number >= self.began for number in again)
-        self.epoch_overflows -= sum(number >= self.began for number in overflows)
+        undone, self.restored, self.good = self.good - time.good, time.step, time.good
+        if rerun is not None:
+            self._replayed = max(self._replayed, time.step + len(rerun.batches))
+            self.step, self.committed = time.step, self.committed - undone
+            self.run_again += len(rerun.refused)
+            self._count_refused(rerun.refused, rerun.overflows, sign=-1)
 
     def end_replay(self, left_out: int, refused: bool) -> None:
         """Continue after the replays, in which the last steps were left out; the last step before
@@ -145,37 +174,31 @@ class Counts:
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin counting batches and refused steps of an epoch."""
-        self.began = self.step
-        self.epoch = epoch
-        self._place(self.step)
-        self.epoch_refused = self.epoch_overflows = self.epoch_passed = 0
-        self.epoch_rollbacks = self.rollbacks
-        self.idle = True
+        self.epoch = Epoch(epoch, self.step, self.rollbacks)
+        self._place()
 
     def resume_epoch(self, batches: int) -> None:
         """Skip the batches that an earlier run has trained on in this epoch; metrics continue."""
-        self.skip_batches, self.epoch_passed = batches, -batches
-        self.idle = batches <= 0
+        self.skip_batches = self.epoch.resumed = batches
 
     def skip_batch(self) -> None:
         """Count a batch of this epoch that is not trained on."""
         self.skip_batches = max(self.skip_batches - 1, 0)
-        self._place(self.epoch_start - 1)
-        self.epoch_passed += 1
+        self.epoch.skipped += 1
+        self._place()
 
-    def _place(self, epoch_start: int) -> None:
+    def _place(self) -> None:
         """Note which batch of this epoch the next step has."""
-        self.epoch_start = epoch_start
         if self._places and self._places[-1][0] == self.step:
             self._places.pop()
-        self._places.append((self.step, self.epoch, epoch_start))
+        self._places.append((self.step, self.epoch.number, self.epoch.start))
 
     def place(self, step: int) -> tuple[int, int]:
         """Return epoch and batch of a step, both from 0; a replay may be of an earlier epoch."""
         for first, epoch, start in reversed(self._places):
             if step >= first:
                 return epoch, step - start
-        return self.epoch, max(step - self.epoch_start, 0)
+        return self.epoch.number, max(step - self.epoch.start, 0)
 
     @property
     def totals(self) -> Totals:
@@ -183,17 +206,21 @@ class Counts:
         return Totals(self.step, self.refused, self.overflows, self.run_again)
 
     @property
-    def position(self) -> tuple[int, int]:
-        """The epoch, and the number of its batches that are complete or will be skipped. Those of
-        a replayed step are as they were.
-        """
+    def now(self) -> Time:
+        """The current time. Before a replayed step it is as it was then."""
         epoch, batch = self.place(self.step)
-        return epoch, batch + (self.skip_batches if self.step >= self._replayed else 0)
+        skipped = self.skip_batches if self.step >= self._replayed else 0
+        return Time(self.step, self.good, epoch, batch + skipped)
 
     @property
     def epoch_committed(self) -> int:
         """Number of committed steps of this epoch."""
-        return self.step - self.epoch_start - self.epoch_refused - self.epoch_passed
+        return self.step - self.epoch.first - self.epoch.refused + self.epoch.resumed
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step of this epoch has committed yet, so that its metrics are empty."""
+        return self.epoch_committed <= 0
 
 
 # Batches
@@ -205,10 +232,12 @@ class Rerun(NamedTuple):
     Attributes:
         batches: the arguments of each step since then, `None` for one that is skipped.
         refused: the replayed steps that had been refused.
+        overflows: the ordinary overflows among them.
     """
 
     batches: tuple[Any, ...]
     refused: frozenset[int]
+    overflows: frozenset[int]
 
     @property
     def replayed(self) -> int:
@@ -217,14 +246,14 @@ class Rerun(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A step, its arguments as its transaction stores them, and their bytes: 0 if the next entry
-    has the same ones.
+    """A step, its arguments as its transaction stores them, their bytes (0 if the next entry has
+    the same ones), and its result: `COMMITTED`, `REFUSED` or `OVERFLOW`.
     """
 
     step: int
     given: Any
     size: int
-    refused: bool
+    status: int
 
 
 class RecentBatches:
@@ -253,10 +282,10 @@ class RecentBatches:
         gone = stored is None or step_data.takes_iterator(stored)
         return None if gone else self._access.transaction.batch(stored)
 
-    def push(self, step: int, given: Any, refused: bool = False) -> None:
+    def push(self, step: int, given: Any, status: int = COMMITTED) -> None:
         """Store the arguments of a step, in the form of its transaction. Runs in every step.
 
-        Those of a `refused` step may be replayed after a rollback.
+        Those of a refused step may be replayed after a rollback.
         """
         entries, self.newest = self._entries, given
         last = entries[-1] if entries else None
@@ -265,7 +294,7 @@ class RecentBatches:
         else:
             size = bytes_of(given)
             self._bytes += size
-        entries.append(_Entry(step, given, size, refused))
+        entries.append(_Entry(step, given, size, status))
         while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
 
@@ -296,15 +325,15 @@ class RecentBatches:
 
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""
-        entries = [e for e in self._entries if e.given is not None and not e.refused]
+        entries = [e for e in self._entries if e.given is not None and e.status == COMMITTED]
         return [args for e in entries[-count:] if (args := self.as_given(e.given)) is not None]
 
-    def rerun(self, snapshot: Snapshot, step: int) -> Rerun | None:
-        """Return the steps from a snapshot to this one, `None` if not all are known."""
+    def rerun(self, first: int, last: int) -> Rerun | None:
+        """Return the steps from one to another, `None` if not all are known."""
         entries = {entry.step: entry for entry in self._entries}
-        entries.setdefault(step, _Entry(step, None, 0, False))
-        batches, refused = [], set()
-        for number in range(snapshot.step, step + 1):
+        entries.setdefault(last, _Entry(last, None, 0, REFUSED))
+        batches, statuses = [], dict[int, int]()
+        for number in range(first, last + 1):
             entry = entries.get(number)
             if entry is None:
                 return None
@@ -312,9 +341,11 @@ class RecentBatches:
             if args is None and entry.given is not None:
                 return None
             batches.append(args)
-            if entry.refused and args is not None:
-                refused.add(number)
-        return Rerun(tuple(batches), frozenset(refused))
+            if args is not None:
+                statuses[number] = entry.status
+        refused = frozenset(step for step, status in statuses.items() if status != COMMITTED)
+        overflows = frozenset(step for step in refused if statuses[step] == OVERFLOW)
+        return Rerun(tuple(batches), refused, overflows)
 
 
 def bytes_of(value: Any) -> int:

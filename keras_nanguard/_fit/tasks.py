@@ -116,21 +116,18 @@ class Tasks:
         Returns:
             Whether the state is copied; `None` if the last steps are to run again.
         """
-        run, counts = self.run, self.run.counts
-        first = not counts.step
+        run = self.run
+        first = not run.step
         with run.access.variables_readable():
             state = run.train_state()
             run.history.start(run.ring.snapshots, state.trainable)
             run.save_changes()
             level = level_of(run.history.last(WINDOW)) or UNKNOWN
-            drawn = current.host().generator_state()
             fresh = Snapshot(
-                counts.step,
-                counts.good,
-                counts.position,
+                run.counts.now,
                 first or verified,
                 level,
-                generator=drawn,
+                generator=current.host().generator_state(),
                 unlisted=state.unlisted_restorers() if run.can_replay else (),
             )
             obstacle = run.ring.take(fresh, state, run.state_check.accepts)

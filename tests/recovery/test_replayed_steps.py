@@ -37,7 +37,7 @@ class TestCounts:
         run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[corrupts(9)])
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
-        assert counts.overflows == counts.epoch_overflows == 1 and counts.refused == 2
+        assert counts.overflows == counts.epoch.overflows == 1 and counts.refused == 2
         assert run.history["refused_steps"] == [counts.refused]
         assert f"epoch 1 metrics exclude {counts.refused} skipped steps of 12" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ class TestCounts:
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
         assert run.history["refused_steps"] == [1, 1] and counts.refused == counts.overflows == 2
-        assert counts.epoch_committed == 7 and counts.epoch_overflows == 1
+        assert counts.epoch_committed == 7 and counts.epoch.overflows == 1
 
 
 class TestRefused:
@@ -131,7 +131,7 @@ def test_a_rollback_within_a_replay_leaves_no_snapshot_of_another_step():
         def run_again(args):
             step = guard.session.run.step
             snapshots = guard.session.run.ring.snapshots
-            kept.update((s.step, s.good, int(s.value(model.optimizer.iterations))) for s in snapshots)
+            kept.update((s.step, s.time.good, int(s.value(model.optimizer.iterations))) for s in snapshots)
             verdict = again(args)
             if step == 21 and step not in ran:
                 corrupt(model.layers[0].kernel, "spike", magnitude=1e8)

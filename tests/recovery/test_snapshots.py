@@ -22,6 +22,7 @@ from keras_nanguard._fit.agreement import Agreement
 from keras_nanguard._fit.resume import find
 from keras_nanguard._fit.snapshot_files import read, save, written
 from keras_nanguard._fit.snapshots import UNKNOWN, Ring, Snapshot
+from keras_nanguard._fit.steps import Time
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
 
@@ -44,10 +45,10 @@ class TestRing:
     def test_good_state_survives(self):
         """For any number of snapshots that are never verified, the last verified one is kept."""
         ring, v = Ring(2, 5, Agreement().any_of), variable()
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v), accepts)
+        ring.take(Snapshot(Time(0, 0, 0, 0), verified=True), state(v), accepts)
         for step in range(1, 50):
             v.assign([step, step])
-            ring.take(Snapshot(step, 0, (0, step)), state(v), accepts)
+            ring.take(Snapshot(Time(step, 0, 0, step)), state(v), accepts)
         assert ring.newest().step == 0 and len(ring.snapshots) == 3
         np.testing.assert_array_equal(ring.newest().value(v), [0.0, 0.0])
 
@@ -56,14 +57,14 @@ class TestRing:
         ring, v, kept = Ring(3, 0, Agreement().any_of), variable(), []
         for step in range(1, 8):
             room(0 if step in (3, 4) else np.inf)
-            assert not ring.take(Snapshot(step, step, (0, step)), state(v), accepts)
+            assert not ring.take(Snapshot(Time(step, step, 0, step)), state(v), accepts)
             kept.append([s.step for s in ring.snapshots])
         assert kept == [[1], [1, 2], [2, 3], [3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
 
     def test_before_onset_past_a_damaged_one(self):
         """It is never a later one; the damaged one is forgotten."""
         ring = Ring(4, 0, Agreement().any_of)
-        ring.snapshots = [Snapshot(step, step, (0, step), verified=True) for step in (5, 10, 20)]
+        ring.snapshots = [Snapshot(Time(step, step, 0, step), verified=True) for step in (5, 10, 20)]
         ring.snapshots[1].is_whole = lambda: False
         assert ring.choose(12, lambda snapshot: True, np.inf).step == 5
         assert [s.step for s in ring.snapshots] == [5, 20]
@@ -72,7 +73,7 @@ class TestRing:
     def test_constant_start_takes_no_memory(self):
         """Slots that start as zeros are stored as one number, and restored completely."""
         ring, slots, weights = Ring(2, 0, Agreement().any_of), variable(*[0.0] * 1000), variable(*range(1000))
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(slots, weights), accepts)
+        ring.take(Snapshot(Time(0, 0, 0, 0), verified=True), state(slots, weights), accepts)
         assert ring.start.arrays[id(slots)].base.nbytes == 4
         slots.assign(np.ones(1000))
         weights.assign(np.ones(1000))
@@ -87,7 +88,7 @@ class TestRing:
             room(free)
             ring, weights, slots = Ring(2, 0, Agreement().any_of), variable(1.0, 2.0), variable(3.0, 4.0)
             read.clear()
-            assert ring.take(Snapshot(5, 5, (0, 5)), state(weights, slots), accepts) == ("" if free else "memory")
+            assert ring.take(Snapshot(Time(5, 5, 0, 5)), state(weights, slots), accepts) == ("" if free else "memory")
             assert read == [weights, slots]
         assert ring.newest() is None
 
@@ -98,10 +99,10 @@ class TestLeastLoss:
     @staticmethod
     def kept(*levels):
         ring, v = Ring(2, 0, Agreement().any_of), variable(1.0)
-        ring.take(Snapshot(0, 0, (0, 0), verified=True), state(v), accepts)
+        ring.take(Snapshot(Time(0, 0, 0, 0), verified=True), state(v), accepts)
         for step, level in enumerate(levels, 1):
             found = UNKNOWN if level is None else Level(step, level, 0.1)
-            ring.take(Snapshot(10 * step, 10 * step, (0, 0), level=found), state(v), accepts)
+            ring.take(Snapshot(Time(10 * step, 10 * step, 0, 0), level=found), state(v), accepts)
         return [s.step for s in ring.snapshots]
 
     @pytest.mark.parametrize(
@@ -492,7 +493,7 @@ class TestFiles:
 
     def test_searching_a_variable_reads_no_array(self, tmp_path):
         weights, other = variable(1.0, 2.0), variable()
-        file = save(tmp_path, state(weights), step=1, epoch=0, batch=1, verified=True)
+        file = save(tmp_path, state(weights), Time(1, 1, 0, 1), verified=True)
         assert file[id(weights)].tolist() == [1.0, 2.0]
         file.close()
         (file.path / "state.npz").unlink()
