@@ -90,7 +90,8 @@ class Attached:
         last = run.counts.epoch.number + 1 >= self._plan.get("epochs", math.inf)
         if self.training and (last or getattr(run.model, "stop_training", False)):
             run.access.resolve_pending()
-            self.session.tasks.divergence.end(run)
+            if not run.stopped:
+                self.session.tasks.divergence.judge(run)
 
     def _before_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replace the logs of an epoch without committed steps, before callbacks receive them."""

@@ -77,8 +77,7 @@ class Divergence:
 
     @np.errstate(all="ignore")
     def look(self, run: Run) -> Lost | None:
-        """Return the proof that the run is lost, or `None`. Undo an earlier action that did not
-        help.
+        """Return the proof that the run is lost, or `None`. Its action is on probation.
 
         If a trial raises, such as for lack of memory, this guard does not check again.
 
@@ -87,9 +86,6 @@ class Divergence:
         """
         began, self._since = self._since, run.step
         with run.optional("check for divergence"):
-            if self._probation is not None:
-                self._judge_action(run)
-                return None
             if run.counts.rollbacks != self._rollbacks:
                 self._rollbacks = run.counts.rollbacks
                 self._schedule.restart()
@@ -104,15 +100,6 @@ class Divergence:
         self.disable()
         return None
 
-    def end(self, run: Run) -> None:
-        """Judge an action at the end of a fit, however short the window: no later one follows.
-
-        Raises:
-            StateLostError: if the state could not be restored after the trials.
-        """
-        if self._probation is not None and not run.stopped:
-            self.look(run)
-
     def disable(self) -> None:
         """Do not check again."""
         self._probation, self.enabled = None, False
@@ -122,7 +109,6 @@ class Divergence:
         if self._probation is not None:
             _write(run, self._probation.settings)
         self._schedule.restart()
-        self._rollbacks = run.counts.rollbacks
         return self.next_look(run.step)
 
     def _can_compare(self, run: Run) -> bool:
@@ -134,32 +120,48 @@ class Divergence:
             self.enabled and alone and own and positive and len(run.train_state().optimizers) == 1
         )
 
-    def _judge_action(self, run: Run) -> None:
-        """Compare with the abandoned state, and restore it if the action did not help. Without
-        enough batches the action stays on probation.
+    @property
+    def on_probation(self) -> bool:
+        """Whether an action is on probation."""
+        return self._probation is not None
+
+    @np.errstate(all="ignore")
+    def judge(self, run: Run) -> bool:
+        """Compare the state with that before the action on probation, and restore that one if the
+        action did not help; return whether it is restored. Without enough batches the action stays
+        on probation. If a trial raises, this guard does not check again.
+
+        Raises:
+            StateLostError: if the state could not be restored after the trials.
         """
-        probation, batches = self._probation, run.recent.last(MOST_HELD_OUT)
-        if probation is None or len(batches) < HELD_OUT or not self._can_compare(run):
-            return
-        with trial(run) as trying:
-            if trying is None:
-                return
-            settings = trying.settings(trying.trained(trying.present, batches[:HELD_OUT]))
-            abandoned = {**probation.abandoned, **settings}
-            losses, before = (trying.losses(s, batches) for s in (trying.present, abandoned))
-        self._probation = None
-        if clearly_lower(losses, before):
-            return
-        self.enabled = False
-        _write(run, abandoned)
-        run.count_replacement()
-        probation.restore_rates()
-        run.plan_changes()
-        run.ring.go_back(probation.restart.time._replace(good=run.counts.good), diverged=True)
-        run.recent.restart()
-        text = "lower learning rate did not help. State and learning rate are restored."
-        run.log.line(f"NanGuard: the {text}")
-        run.record_factor(f"The {text}")
+        if (probation := self._probation) is None:
+            return False
+        self._since, batches = run.step, run.recent.last(MOST_HELD_OUT)
+        with run.optional("check for divergence"):
+            if len(batches) < HELD_OUT or not self._can_compare(run):
+                return False
+            with trial(run) as trying:
+                if trying is None:
+                    return False
+                settings = trying.settings(trying.trained(trying.present, batches[:HELD_OUT]))
+                abandoned = {**probation.abandoned, **settings}
+                losses, before = (trying.losses(s, batches) for s in (trying.present, abandoned))
+            self._probation = None
+            if clearly_lower(losses, before):
+                return False
+            self.enabled = False
+            _write(run, abandoned)
+            run.count_replacement()
+            probation.restore_rates()
+            run.plan_changes()
+            run.ring.go_back(probation.restart.time._replace(good=run.counts.good), diverged=True)
+            run.recent.restart()
+            text = "lower learning rate did not help. State and learning rate are restored."
+            run.log.line(f"NanGuard: the {text}")
+            run.record_factor(f"The {text}")
+            return True
+        self.disable()
+        return False
 
 
 def _write(run: Run, state: State) -> None:

@@ -71,10 +71,11 @@ class Tasks:
         run, divergence = self.run, self.divergence
         if self.incidents.replays.running:
             return run.due.step_of("divergence")  # once the steps have run again
-        replacements = run.replacements
+        if divergence.on_probation:
+            if divergence.judge(run):
+                self.take_snapshot(verified=True)  # trials have trained from the restored state
+            return divergence.next_look(run.step)
         lost = divergence.look(run)
-        if run.replacements > replacements:
-            self.take_snapshot(verified=True)  # trials have trained from the state it has restored
         if lost is None:
             return divergence.next_look(run.step)
         incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
