@@ -25,7 +25,7 @@ from keras_nanguard._fit.rollback import ActionContext, ReplayQueue, Restored
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._keras import layers as keras_layers, optimizers as keras_optimizers
-from keras_nanguard._policy.actions import Action, Ending, LowerLr, Rollback, Stop
+from keras_nanguard._policy.actions import Action, Ending, LowerLr, RaiseError, Rollback, Stop
 from keras_nanguard._policy.decide import actions_of, decide
 from keras_nanguard._recording.database import OVERFLOW, REFUSED
 
@@ -48,11 +48,15 @@ def incident_of(
 
 
 class Handled(NamedTuple):
-    """An incident with its outcomes, and whether its rollback has undone the last steps, which are
-    to run again.
+    """An incident with its outcomes, and what that has changed.
+
+    Attributes:
+        replaced: whether the state was replaced, or a part of it.
+        replays: whether the last steps were undone, and are to run again.
     """
 
     incident: Incident
+    replaced: bool
     replays: bool
 
 
@@ -81,14 +85,11 @@ class Incidents:
 
     # Detect
 
-    def refused(self, verdict: Verdict, report: Report | None, arguments: Any) -> bool:
+    def refused(self, verdict: Verdict, report: Report | None, arguments: Any) -> Handled | None:
         """Count a refused step, and raise its incident unless it is an ordinary overflow.
 
         Args:
             arguments: those of the step, as it has returned them.
-
-        Returns:
-            Whether steps are to run again, this one among them.
         """
         run, step = self._run, self._run.step
         refusal = self.refusals.classify(verdict, report, arguments)
@@ -100,44 +101,42 @@ class Incidents:
                 verdict = verdict._replace(loss=m.loss, gradients=m.squares, scale=m.scale)
             handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
-            return handled.replays
+            return handled
         run.recent.push(step, arguments, status)
         if refusal == "overflow":
-            return False
+            return None
         args, state = run.replayable(arguments), (run.counts.committed, run.counts.rollbacks)
         findings = self.refusals.findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
-        incident, replays = self.handle(detected, report)
+        handled = self.handle(detected, report)
         if not (self.replays.running and run.stopped):  # else no further batch follows
-            self.refusals.prepare_next(incident, step, args, state)
-        return replays
+            self.refusals.prepare_next(handled.incident, step, args, state)
+        return handled
 
-    def committed_bad_state(self, verdict: Verdict, arguments: Any) -> bool | None:
-        """Raise the incident of a step after which a sum over the state is bad; return whether
-        steps are to run again, `None` if no entry is bad.
+    def committed_bad_state(self, verdict: Verdict, arguments: Any) -> Handled | None:
+        """Raise the incident of a step after which a sum over the state is bad; `None` if no entry
+        is bad.
         """
         run, findings = self._run, self._run.scan()
         if not findings:
             return None
         run.push(run.step, *verdict.recorded)
         report = Report(verdict, (), (), run.recent.as_given(arguments))
-        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
+        return self.handle(self._incident(findings, run.step, verdict, report), report)
 
-    def observed(self, verdict: Verdict, report: Report | None) -> bool:
-        """Report a bad step of a policy that refuses nothing, once until the next finite step;
-        return whether steps are to run again.
-        """
+    def observed(self, verdict: Verdict, report: Report | None) -> Handled | None:
+        """Report a bad step of a policy that refuses nothing, once until the next finite step."""
         run = self._run
         run.push(run.step, *verdict.recorded)
         before, self._observed = self._observed, run.step
         if run.step - 1 == before:
-            return False
+            return None
         reported = report.findings() if report else ()
         findings = [*findings_in_batch(report, run.model), *reported, *run.scan()]
         findings = findings or Report(verdict, (), ()).findings()
-        return self.handle(self._incident(findings, run.step, verdict, report), report).replays
+        return self.handle(self._incident(findings, run.step, verdict, report), report)
 
     def of_error(self, error: BaseException, args: Sequence[Any] | None) -> None:
         """Report an exception inside of a step if it is about the data; `args` if known."""
@@ -191,12 +190,11 @@ class Incidents:
         incident, chosen = self._decided(explained, report)
         replays = self.replays.rollbacks
         context = ActionContext(self._run, incident, report, replays, restart, written_outside)
-        outcomes, restored = perform(context, chosen)
-        incident = self._apply(incident, chosen, outcomes, restored, poles)
-        self._publish(incident)
-        if any(outcome.action == "raise_error" for outcome in outcomes):
-            raise NonFiniteError(f"NanGuard: {incident}", incident)
-        return Handled(incident, replays=restored is not None and restored.rerun is not None)
+        handled = self._apply(incident, chosen, *perform(context, chosen), poles)
+        self._publish(handled.incident)
+        if any(isinstance(action, RaiseError) for action in chosen):
+            raise NonFiniteError(f"NanGuard: {handled.incident}", handled.incident)
+        return handled
 
     def report(self, detected: Incident) -> None:
         """Explain an incident and report it, without an action or another process."""
@@ -279,8 +277,8 @@ class Incidents:
         own: tuple[Outcome, ...],
         restored: Restored | None,
         poles: Unusable,
-    ) -> Incident:
-        """Apply what the actions of an incident have done; return it with the outcomes.
+    ) -> Handled:
+        """Apply what the actions of an incident have done.
 
         Args:
             own: the outcomes of this process.
@@ -297,17 +295,19 @@ class Incidents:
         lowered = [o.detail for o in outcomes if o.action == "lower_lr" and o.status == "done"]
         run.record_factor("; ".join(lowered))
         wrote = any(o.action in WRITES_PARTS and o.status == "done" for o in outcomes)
-        if wrote or restored is not None:
+        replaced = wrote or restored is not None
+        replays = restored is not None and restored.rerun is not None
+        if replaced:
             run.count_replacement()
         if restored is not None:
             self.replays.go_back(restored, poles)
-        if restored is None or restored.rerun is None:
+        if not replays:
             self._poles.pass_over_found(poles)
             run.plan_changes()
             run.save_changes()
             if restored is not None and not run.stopped:
                 run.rewrite(restored.snapshot, passed=int(incident.step == run.step))
-        return incident.with_(outcomes=outcomes)
+        return Handled(incident.with_(outcomes=outcomes), replaced, replays)
 
     def _publish(self, incident: Incident) -> None:
         """Announce an incident, once the steps that are to run again have done so."""

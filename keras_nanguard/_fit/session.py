@@ -19,7 +19,7 @@ from keras_nanguard._backends.interface import Executed
 from keras_nanguard._core.incident import Diagnosis, Finding, NonFiniteError
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._fit.fit_logs import FitLogs
-from keras_nanguard._fit.incidents import Incidents, incident_of
+from keras_nanguard._fit.incidents import Handled, Incidents, incident_of
 from keras_nanguard._fit.recovery import GuardState
 from keras_nanguard._fit.resume import Start
 from keras_nanguard._fit.run import Run
@@ -221,39 +221,39 @@ class Session:
         after which other processes have news: count each or raise its incident.
         """
         run, counts = self.run, self.run.counts
-        replacements, stopped = run.replacements, run.stopped
+        stopped, was_replaced = run.stopped, False
         for variable, value in run.first_values(ends=True):
             run.ring.complete(variable, value)
         for verdict, report in run.access.transaction.results(executed):
-            was_replaced = run.replacements > replacements  # then this step ran on another state
             has_ended = run.stopped and not stopped
             if was_replaced or verdict.halted or (has_ended and verdict.refused):
+                # A replaced state is not the one on which this step ran.
                 numbers = (nan, nan, nan) if was_replaced else verdict.recorded
                 run.push(counts.step, *numbers, REFUSED)
                 counts.refuse()
-            elif self._judge(verdict, report, executed.arguments):
-                return  # the step runs again
+            elif (handled := self._judge(verdict, report, executed.arguments)) is not None:
+                if handled.replays:
+                    return  # the step runs again
+                was_replaced = handled.replaced
             counts.advance()
         if run.agreement.news:
             self.incidents.handle(incident_of(run, run.agreement.pick_up()))
 
-    def _judge(self, verdict: Verdict, report: Report | None, arguments: Any) -> bool:
-        """Count a step or raise its incident; return whether steps are to run again, this one
-        among them.
-        """
+    def _judge(self, verdict: Verdict, report: Report | None, arguments: Any) -> Handled | None:
+        """Count a step, or raise its incident and return what that has changed."""
         run, incidents = self.run, self.incidents
         run.counts.judge(verdict.refused)
         if verdict.refused:
             return incidents.refused(verdict, report, arguments)
         if verdict.finite:
             self._count_committed(verdict, arguments)
-            return False
+            return None
         if not run.refuses:
             return incidents.observed(verdict, report)
-        replays = incidents.committed_bad_state(verdict, arguments)
-        if replays is None:
+        handled = incidents.committed_bad_state(verdict, arguments)
+        if handled is None:
             self._count_committed(verdict, arguments)
-        return bool(replays)
+        return handled
 
     def _count_committed(self, verdict: Verdict, arguments: Any) -> None:
         """Count a committed step. This runs in every step."""

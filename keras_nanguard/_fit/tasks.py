@@ -78,10 +78,10 @@ class Tasks:
         lost = divergence.look(run)
         if lost is None:
             return divergence.next_look(run.step)
-        incident, replays = self.incidents.handle(lost.incident, restart=lost.restart)
-        if not any(ACTIONS[name].changes for name in incident.changes):
+        handled = self.incidents.handle(lost.incident, restart=lost.restart)
+        if not any(ACTIONS[name].changes for name in handled.incident.changes):
             divergence.disable()
-        return None if replays else divergence.acted(run)
+        return None if handled.replays else divergence.acted(run)
 
     def after_replays(self, name: Task) -> None:
         """Plan a task that has led to a rollback, once the undone steps have run again."""
@@ -137,10 +137,10 @@ class Tasks:
             run.say_lacks_memory(f"no snapshot{which}", size_of(state.kept))
         if obstacle == "nonfinite":
             bad = [*run.scan(before=first), *bad_scales(run.train_state())]
-            incident, replays = self.incidents.handle(incident_of(run, bad))
-            if replays:
+            handled = self.incidents.handle(incident_of(run, bad))
+            if handled.replays:
                 return None
-            if first and once_more and incident.changes:
+            if first and once_more and handled.incident.changes:
                 return self.take_snapshot(once_more=False)
         return not obstacle
 
