@@ -152,7 +152,7 @@ class Divergence:
             self.enabled = False
             _write(run, abandoned)
             run.count_replacement()
-            probation.restore_rates()
+            run.recovery.restore_rates(probation.rates)
             run.plan_changes()
             run.ring.go_back(probation.restart.time._replace(good=run.counts.good), diverged=True)
             run.recent.restart()

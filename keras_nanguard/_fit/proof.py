@@ -30,7 +30,7 @@ A run that has diverged at a higher rate has been lost before, so there the last
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -42,6 +42,7 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
+from keras_nanguard._fit.recovery import LoweredRates
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
@@ -87,14 +88,14 @@ class Lost:
         restart: the snapshot from which the change begins.
         abandoned: the state before the change.
         settings: the values in it that the change keeps; see `Trial.settings`.
-        restore_rates: restores the learning rates from before the change.
+        rates: how the learning rates are lowered before the change.
     """
 
     incident: Incident
     restart: Snapshot
     abandoned: State
     settings: State
-    restore_rates: Callable[[], None]
+    rates: LoweredRates
 
 
 TrialResult = Lost | Literal["learned", "progress"] | None
@@ -352,8 +353,8 @@ class _Trials:
         diagnosis = Diagnosis("divergence", culprit, (), tuple(notes), advice, 0.9)
         values = {"rate_factor": best.factor}
         incident = incident_of(run, findings, diagnosis=diagnosis, values=values)
-        restore_rates = run.recovery.rates_restorer()
-        return Lost(incident, best.snapshot, self._trying.present, self._settings, restore_rates)
+        rates = run.recovery.lowered_rates
+        return Lost(incident, best.snapshot, self._trying.present, self._settings, rates)
 
 
 def _explained_share(losses: Sequence[float], exchanged: Mapping[int, float]) -> float:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationError
 
@@ -30,6 +30,13 @@ SCALE_INTERVAL = 50
 """Maximum number of steps between two looks at a loss scale that stays in a range: other code may
 set it. Dynamic scaling raises it after a known number of good steps.
 """
+
+
+class LoweredRates(NamedTuple):
+    """How the learning rates are lowered: the factor of each by `id` of its optimizer, and why."""
+
+    factors: Mapping[int, float]
+    lowering: Lowering
 
 
 class Recovery:
@@ -64,29 +71,29 @@ class Recovery:
 
     # Settings of the optimizers
 
-    def rates_restorer(self) -> Callable[[], None]:
-        """Return a function that lowers the rates as now, undoing all later changes to them."""
+    @property
+    def lowered_rates(self) -> LoweredRates:
+        """How the rates are lowered now."""
         factors = {key: rate.factor for key, rate in self.rates.items()}
-        lowering = self.lowering
+        return LoweredRates(factors, self.lowering)
 
-        def restore() -> None:
-            for key, rate in self.rates.items():
-                rate.restore(factors.get(key, 1.0))
-            self.lowering = lowering
-
-        return restore
+    def restore_rates(self, earlier: LoweredRates) -> None:
+        """Lower the rates as at an earlier time."""
+        for key, rate in self.rates.items():
+            rate.restore(earlier.factors.get(key, 1.0))
+        self.lowering = earlier.lowering
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Return a context that undoes all changes to rates and settings in it if it raises, so
         that they fit the step as it was compiled before.
         """
-        restore_rates, settings = self.rates_restorer(), len(self.changed)
+        before, settings = self.lowered_rates, len(self.changed)
         adjustable = {key for key, rate in self.rates.items() if rate.adjustable}
         try:
             yield
         except BaseException:  # an optimizer or a schedule of the user's own may raise
-            restore_rates()
+            self.restore_rates(before)
             for key, rate in self.rates.items():
                 if key not in adjustable:
                     rate.release()
