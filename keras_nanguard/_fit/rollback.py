@@ -218,6 +218,23 @@ def _write(run: Run, snapshot: Snapshot, replays: bool, reseed: bool) -> None:
         current.host().advance_generator()
 
 
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The point at which replays have interrupted a run, where it continues afterwards.
+
+    Attributes:
+        stopped: whether the policy had ended training.
+        refused: whether the last step was refused.
+        streaks: the state of the policy with the streaks up to this step.
+        poles: those that its incident is about, to be passed over.
+    """
+
+    stopped: bool
+    refused: bool
+    streaks: PolicyState
+    poles: Unusable
+
+
 class ReplayQueue:
     """The steps of one run that rollbacks have undone, and that are still to run again.
 
@@ -228,25 +245,29 @@ class ReplayQueue:
         poles: the poles of its schedules, which are passed over.
 
     Attributes:
-        running: whether steps run again that a rollback has undone, or are to.
         rollbacks: number of rollbacks since the first of the running replays began; 0 outside.
     """
 
     def __init__(self, run: Run, poles: Poles):
         self._run, self._poles = run, poles
+        self._interrupted: Interrupted | None = None
         self._batches: deque[Any] = deque()
         self._metrics: list[tuple[Any, Any]] = []
-        self._stopped = self._refused = False
-        self._streaks = PolicyState()
-        self._unusable: Unusable = {}
-        self.rollbacks, self.running = 0, False
+        self.rollbacks = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether steps run again that a rollback has undone, or are to."""
+        return self._interrupted is not None
 
     @property
     def goes_on(self) -> bool:
         """Whether another step is to run again. If the policy ends training in one of them, the
         state that it has restored is not trained further.
         """
-        return bool(self._batches) and (self._stopped or not self._run.stopped)
+        interrupted = self._interrupted
+        ended = self._run.stopped and not (interrupted is not None and interrupted.stopped)
+        return bool(self._batches) and not ended
 
     def go_back(self, restored: Restored, poles: Unusable) -> None:
         """Continue from a snapshot that was restored: remove the steps since then from counts,
@@ -257,15 +278,15 @@ class ReplayQueue:
         """
         run, counts, (snapshot, rerun) = self._run, self._run.counts, restored
         if rerun is not None and not self.running:
-            self._stopped, self._refused = run.stopped, counts.last_refused
-            self._streaks, self._unusable = run.recovery.policy_state, poles
+            seen = (run.stopped, counts.last_refused, run.recovery.policy_state)
+            self._interrupted = Interrupted(*seen, poles)
         step, every = snapshot.step, run.policy.snapshot.every
         run.history.undo(step)
         counts.go_back(snapshot.time, rerun)
         if rerun is None:
             run.recent.restart()
             return
-        self.rollbacks, self.running = self.rollbacks + 1, True
+        self.rollbacks += 1
         run.recent.return_to(step)
         run.recovery.return_to(counts.committed)
         run.recovery.count(run.recovery.policy_state.without_refused(rerun.refused))
@@ -303,16 +324,18 @@ class ReplayQueue:
         Args:
             completed: whether no exception has ended them.
         """
-        run, self.rollbacks, self.running = self._run, 0, False
-        run.counts.end_replay(len(self._batches), self._refused)
-        run.recovery.count(run.recovery.policy_state.with_streaks_of(self._streaks))
+        run, interrupted = self._run, self._interrupted
+        assert interrupted is not None
+        self._interrupted, self.rollbacks = None, 0
+        run.counts.end_replay(len(self._batches), interrupted.refused)
+        run.recovery.count(run.recovery.policy_state.with_streaks_of(interrupted.streaks))
         self._batches.clear()
         if completed:
             run.access.sync_variables()
             for variable, value in self._metrics:
                 keras_variables.write(variable, value)
             run.save_changes()
-            self._poles.pass_over_found(self._unusable)
+            self._poles.pass_over_found(interrupted.poles)
 
     def _metrics_from(self, snapshot: Snapshot) -> list[tuple[Any, Any]]:
         """Restore the metrics of a snapshot. If they are unknown, return the values to write back
