@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,25 @@ Watch = Callable[[Run], Iterator[Finding]]
 """One of the checks."""
 
 
+@dataclass
+class Stretch:
+    """The steps since the start or the last rollback, and what the checks have seen in them.
+
+    Attributes:
+        rollbacks: number of rollbacks before it.
+        first: its first step.
+        reported: the checks with a finding.
+        beyond: paths of the values that were beyond a limit at the last check.
+        statistics: the largest magnitude of settled moving statistics then, by `id`.
+    """
+
+    rollbacks: int = 0
+    first: int = 0
+    reported: set[Watch] = field(default_factory=set)
+    beyond: set[str] = field(default_factory=set)
+    statistics: dict[int, float] = field(default_factory=dict)
+
+
 class Monitors:
     """The checks between two steps of one fit.
 
@@ -66,11 +86,8 @@ class Monitors:
 
     def __init__(self) -> None:
         self.ceiling = self.highest = HUGE
-        self._reported = set[Watch]()
-        self._beyond = set[str]()  # paths at the last check
-        self._statistics = dict[int, float]()
-        self._rollbacks = self._since = self._seen = 0
-        self._gradient = 0.0
+        self._seen, self._gradient = 0, 0.0  # the largest norm up to this step
+        self._stretch = Stretch()
 
     @np.errstate(all="ignore")  # the values are not finite
     def look(self, run: Run, scale_is_needed: bool = False) -> list[Finding]:
@@ -89,30 +106,28 @@ class Monitors:
         norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
         self._gradient = max([self._gradient, *norms])
         self._seen = step
-        if run.counts.rollbacks != self._rollbacks:
-            self._rollbacks, self._statistics = run.counts.rollbacks, {}
-            self._since = step
-            self._reported.clear()
-            self._beyond.clear()
+        if run.counts.rollbacks != self._stretch.rollbacks:
+            self._stretch = Stretch(run.counts.rollbacks, step)
+        stretch = self._stretch
         watches: list[Watch] = [self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
         if is_huge:
             watches.append(self._moments)
         beyond_limits = _found(self._range, run)
-        found = [finding for finding in beyond_limits if finding.path not in self._beyond]
-        self._beyond = {finding.path for finding in beyond_limits}
+        found = [finding for finding in beyond_limits if finding.path not in stretch.beyond]
+        stretch.beyond = {finding.path for finding in beyond_limits}
         for watch in watches:
             findings = _found(watch, run)
-            if findings and watch not in self._reported:
-                self._reported.add(watch)
+            if findings and watch not in stretch.reported:
+                stretch.reported.add(watch)
                 found += findings
         return found
 
     def next_look(self, step: int) -> int:
         """Return the step of the next check, after one at this step or at the start."""
-        coming = (self._since + at for at in LOOKS if self._since + at > step)
-        return next(coming, step + LOOK_INTERVAL)
+        looks = (self._stretch.first + at for at in LOOKS)
+        return next((look for look in looks if look > step), step + LOOK_INTERVAL)
 
     def _range(self, run: Run) -> Iterator[Finding]:
         """Find finite values beyond a limit of the policy. By default there are no limits."""
@@ -145,11 +160,11 @@ class Monitors:
         for layer in unfrozen(run.model):
             for statistic in (layer.moving_mean, layer.moving_variance):
                 now = finiteness.largest(keras_variables.view(statistic))
-                before = self._statistics.get(id(statistic))
+                before = self._stretch.statistics.get(id(statistic))
                 if not math.isfinite(now):
                     continue
                 if run.counts.committed >= SETTLED:
-                    self._statistics[id(statistic)] = now
+                    self._stretch.statistics[id(statistic)] = now
                 if before is None or now <= LEAP * max(before, 1e-3):
                     continue
                 if now > HUGE:
