@@ -10,6 +10,10 @@ from sklearn.datasets import load_digits
 from support import zoo
 
 from keras_nanguard import NanGuard
+from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.incidents import incident_of
+from keras_nanguard._fit.proof import Lost
+from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard.testing import inject
 
 EPOCHS, BATCH = 4, 32
@@ -250,6 +254,24 @@ class Spoils(keras.callbacks.Callback):
             self.model.set_weights(self.state)
             if self.rate is not None:
                 self.model.optimizer.learning_rate = self.rate
+
+
+def test_a_run_restarts_from_the_state_of_its_proof(monkeypatch, set_limit):
+    """Not from another snapshot with a lower loss, although the steps since the start cannot run again."""
+
+    def proven(run, seconds):
+        findings, diagnosis = [Finding("loss", "divergence", value=9.0)], Diagnosis("divergence")
+        incident = incident_of(run, findings, diagnosis=diagnosis, values={"rate_factor": 0.1})
+        state = {id(v): keras_variables.read(v) for v in run.train_state().kept}
+        return Lost(incident, run.ring.start, state, {}, run.recovery.lowered_rates), 0
+
+    set_limit("remembered batches", 16)
+    monkeypatch.setattr("keras_nanguard._fit.divergence.FALLS", 0.0)
+    monkeypatch.setattr("keras_nanguard._fit.divergence.look_for_proof", proven)
+    guard = NanGuard(snapshot={"every": 10, "verify_after": 2}, verbose=0)
+    fit(mlp(adam(1e-3)), guard, epochs=2)
+    (back, _) = guard.incidents[0].outcomes
+    assert back.detail == "restored the state before the first step; 41 committed steps undone"
 
 
 class TestProbation:
