@@ -328,7 +328,7 @@ class NanGuard(keras.callbacks.Callback):
         """Begin a fit. If a `CallbackList` is used for a second fit, attach again."""
         if self._attached is None and self.session is not None:
             other = attached_to(self.model)
-            if other is None or not other.in_use(strictly=True):
+            if other is None or other.use() != "call":
                 self._attach(self.model)
                 self.model.make_train_function(force=True)
         if self._attached is None:
@@ -419,7 +419,7 @@ class NanGuard(keras.callbacks.Callback):
         """Attach to the fit that is calling this code."""
         other = attached_to(model)
         if other is not None:
-            if other.in_use(strictly=True):
+            if other.use() == "call":
                 text = (
                     "Two NanGuards in one fit: only the first one is used. Pass only one in"
                     " callbacks=[...]."

@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_nanguard._backends import processes
 from keras_nanguard._backends.current import attachment
+from keras_nanguard._backends.shared.attach import Use
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._core.literals import Site
 from keras_nanguard._core.plain_values import plain
@@ -39,7 +40,7 @@ class Attached:
         self._logs, self._diagnose = logs, diagnose
         self._attachment = attachment(session.run.model, session)
         session.run.attach(self._attachment)
-        self._attachment.attach(self._in_use)
+        self._attachment.attach(self._use)
         before: dict[str, Callable[..., Any]] = {
             "on_epoch_begin": lambda epoch, logs=None: session.begin_epoch(epoch),
             "on_test_begin": lambda logs=None: self._end_last_steps(),
@@ -53,12 +54,11 @@ class Attached:
         self._norm = 0.0  # the last known mean gradient norm of an epoch
         self.training = False
 
-    def _in_use(self, strictly: bool = False) -> bool:
-        """Whether the call of Keras is still running.
-
-        A hand-written loop counts as running unless `strictly`: it may have ended in an exception.
-        """
-        return self.fit.runs or not self.fit.known or (self.fit.by_hand and not strictly)
+    def _use(self) -> Use:
+        """Return what uses the model."""
+        if self.fit.runs or not self.fit.known:
+            return "call"
+        return "loop" if self.fit.by_hand else "none"
 
     def close(self) -> None:
         """Restore the model's own methods."""

@@ -29,6 +29,12 @@ need not trace it again. It is released with the model. Keras keeps its train fu
 """
 
 
+Use = Literal["call", "loop", "none"]
+"""What uses a guarded model: a running call of Keras; a hand-written loop, which may have ended in
+an exception; nothing any more.
+"""
+
+
 def attached_to(model: Any) -> Attachment | None:
     """Return the attachment to the train function of this model, or `None`."""
     owner = getattr(vars(model).get("make_train_function"), "__self__", None)
@@ -98,7 +104,7 @@ class Attachment(StateAccess):
         state: `"attached"` during a call of Keras, `"lasting"` for a model that is always guarded,
             else `"free"`.
         body: the train step of the model, without the transaction.
-        in_use: whether the call of Keras is still running.
+        use: returns what uses the model; see `Use`.
     """
 
     skips_batches = True
@@ -115,7 +121,7 @@ class Attachment(StateAccess):
         super().__init__()
         self.model, self.session, self.run = model, session, session.run
         self.state: Literal["free", "attached", "lasting"] = "free"
-        self.in_use: Callable[..., bool] = lambda strictly=False: True
+        self.use: Callable[[], Use] = lambda: "call"
         self.body: Any = None
         self._keepable = True
         """Whether the next fit may use the step: nothing that is built into it was changed."""
@@ -139,14 +145,13 @@ class Attachment(StateAccess):
         """Whether an execution can run on a list of fewer batches than it has steps."""
         return True
 
-    def attach(self, in_use: Callable[..., bool]) -> None:
+    def attach(self, use: Callable[[], Use]) -> None:
         """Replace the model's train function until `detach`.
 
         Args:
-            in_use: whether the call of Keras is still running. With `strictly=True`, a hand-written
-                loop does not count.
+            use: returns what uses the model.
         """
-        self.state, self.in_use = "attached", in_use
+        self.state, self.use = "attached", use
         self.body = _plain_step(self.model)
         if {"make_train_function", "train_step"} & vars(self.model).keys():
             self._keepable = False  # changed by other code, which may end before the next fit
@@ -180,7 +185,7 @@ class Attachment(StateAccess):
 
     def make(self, force: bool = False) -> Any:
         """Replace `make_train_function`; detach if the fit never started or cannot be guarded."""
-        if not self.in_use():
+        if self.use() == "none":
             self.detach()
             self.model.make_train_function(force=force)
             return self.model.train_function
@@ -328,7 +333,7 @@ class Attachment(StateAccess):
         """Tell a loop that continues after the end of training. Keras ends its own."""
         if self.state == "lasting":
             self.session.say_without_effect("model.nanguard")
-        elif not self.in_use(strictly=True):
+        elif self.use() != "call":
             self.session.say_without_effect("guard")
 
     def _without_effect(self, data: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
+from keras_nanguard._backends.shared.attach import Use
 from keras_nanguard._backends.torch import step
 from keras_nanguard._backends.torch.modules import TorchModule
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
@@ -29,11 +30,11 @@ class ModelAttachment(attach.Attachment):
         super().__init__(model, session)
         self._held = contextlib.ExitStack()
 
-    def attach(self, in_use: Callable[..., bool]) -> None:
+    def attach(self, use: Callable[[], Use]) -> None:
         """Replace the train function, and make evaluation report a bad number, not raise."""
         real = self.model.test_step
         with RECORDED_WRITES.held() as held:
-            super().attach(in_use)
+            super().attach(use)
             self._held = held.pop_all()
 
         def test_step(data: Any) -> Any:
