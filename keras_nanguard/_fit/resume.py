@@ -83,7 +83,7 @@ class Resumed:
                 continues = self.batch and len(metrics) == self.record.metrics
                 measured = [*zip(metrics, stored.metrics())] if continues else []
                 time = Time(self.record.step, 0, self.epoch, self.batch)
-                Snapshot(time, arrays=stored).write(variables, measured)
+                Snapshot(time, file=stored).write(variables, measured)
         except StateLostError:
             raise
         except PARSE_ERRORS as error:

@@ -49,7 +49,8 @@ class Snapshot:
         time: when it was taken.
         verified: whether enough good steps have followed.
         level: the level of the losses before it, `UNKNOWN` if there were too few.
-        arrays: the values, by `id` of the variable: arrays in memory, or `file`.
+        memory: the values in memory, by `id` of the variable; `None` if they are only in `file`.
+        file: the values on disk; `None` if they are only in memory.
         generator: the state of the generator that belongs to no variable, or `None`.
         unlisted: functions that restore the variables that Keras does not list, before steps are
             replayed. They are in memory only.
@@ -60,7 +61,7 @@ class Snapshot:
     time: Time
     verified: bool = False
     level: Level = UNKNOWN
-    arrays: Mapping[int, Array] | SnapshotFile = field(default_factory=dict)
+    memory: dict[int, Array] | None = None
     file: SnapshotFile | None = None
     generator: Array | None = None
     unlisted: Sequence[Callable[[], Any]] = ()
@@ -71,9 +72,16 @@ class Snapshot:
         """Number of complete steps when it was taken."""
         return self.time.step
 
+    @property
+    def arrays(self) -> Mapping[int, Array] | SnapshotFile:
+        """The values, by `id` of the variable."""
+        if self.memory is not None:
+            return self.memory
+        return {} if self.file is None else self.file
+
     def is_whole(self) -> bool:
         """Return whether it is in memory, or its files, which are read, are whole. If not, warn."""
-        return self.file is None or self.arrays is not self.file or self.file.is_whole()
+        return self.memory is not None or self.file is None or self.file.is_whole()
 
     def value(self, variable: Any) -> Array | None:
         """Return the copy of one variable, `None` if the snapshot has none, or a damaged file."""
@@ -201,14 +209,14 @@ class Ring:
         file = None
         if self._folder is not None:
             file = self._folder.write(state, about.time, about.verified)
-        arrays: Mapping[int, Array] | SnapshotFile | None = file
+        stored: dict[int, Array] | None = None
         if views is not None and (file is None or not about.step):
             self._make_room(self._in_memory(), about.level, short)
             copied = np.array if about.step else compact
-            arrays = {key: copied(views.pop(key)) for key in list(views)}
-        if arrays is None:
+            stored = {key: copied(views.pop(key)) for key in list(views)}
+        if stored is None and file is None:
             return None
-        return replace(about, arrays=arrays, file=file, metrics=known)
+        return replace(about, memory=stored, file=file, metrics=known)
 
     def _prune(self, folder: SnapshotFolder) -> None:
         """Reduce the folder to `keep` snapshots, removing those of earlier runs first."""
@@ -250,15 +258,15 @@ class Ring:
     def _remove(self, snapshot: Snapshot) -> None:
         """Remove a snapshot; of one that is also on disk and in memory, only its files."""
         file, snapshot.file = snapshot.file, None
-        if file is None or snapshot.arrays is file:
+        if file is None or snapshot.memory is None:
             self.snapshots.remove(snapshot)
         if self._folder is not None and file is not None:
             self._folder.remove(file)
 
     def complete(self, variable: Any, value: Array) -> None:
         """Add the first value of a variable that was created after the first snapshot."""
-        if self.start is not None and isinstance(self.start.arrays, dict):
-            self.start.arrays.setdefault(id(variable), value)
+        if self.start is not None and self.start.memory is not None:
+            self.start.memory.setdefault(id(variable), value)
 
     # Which ones there are
 
@@ -358,7 +366,6 @@ class Ring:
             return
         snapshot.file = file
         if old is not None:
-            snapshot.arrays = file if snapshot.arrays is old else snapshot.arrays
             self._folder.remove(old)
 
     def has_advanced(self, good: int) -> bool:
