@@ -105,14 +105,14 @@ class Incidents:
         run.recent.push(step, arguments, status)
         if refusal == "overflow":
             return None
-        args, state = run.replayable(arguments), (run.counts.committed, run.counts.rollbacks)
+        args, state = run.replayable(arguments), run.counts.state
         findings = self.refusals.findings(verdict, report)
         detected = self._incident(findings, step, verdict, report, refused=True)
         if "learning_rate" in detected.values:
             run.recorder.rate(detected.values["learning_rate"])
         handled = self.handle(detected, report)
         if not (self.replays.running and run.stopped):  # else no further batch follows
-            self.refusals.prepare_next(handled.incident, step, args, state)
+            self.refusals.prepare_next(handled.incident, args, state)
         return handled
 
     def committed_bad_state(self, verdict: Verdict, arguments: Any) -> Handled | None:

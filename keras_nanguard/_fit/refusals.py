@@ -63,8 +63,8 @@ class Refusals:
         self._postponed: int | None = None
         self._unexplained: int | None = None  # the last step refused with a finite batch
         self._overflows = range(0)  # the last float16 overflows in a row
-        # Numbers of committed steps and rollbacks when a step was last refused for a divergence:
-        # as long as they are the same, the state is still bad, for any batch.
+        # The state (`Counts.state`) for which a step was last refused for a divergence: it is bad
+        # for any batch.
         self._diverged: tuple[int, int] | None = None
 
     def postponed(self, verdict: Verdict) -> Verdict:
@@ -104,17 +104,15 @@ class Refusals:
             findings.append(Finding("loss_scale", "out_of_range", value=verdict.scale))
         return findings
 
-    def prepare_next(
-        self, incident: Incident, step: int, args: Any, state: tuple[int, int]
-    ) -> None:
+    def prepare_next(self, incident: Incident, args: Any, state: tuple[int, int]) -> None:
         """Prepare for the next step after the incident of a refused one: without the random numbers
         or the batch that are to blame.
 
         Args:
             args: its arguments, `None` if they are gone.
-            state: the numbers of committed steps and rollbacks before the incident.
+            state: that before the incident; see `Counts.state`.
         """
-        run, back = self._run, "rollback" in incident.changes
+        run, step, back = self._run, incident.step, "rollback" in incident.changes
         if not is_of_data(incident) or incident.bad_at_start:
             again = step - 1 == self._unexplained
             # A rollback has advanced the random generators, or restored them to replay steps.
@@ -126,7 +124,7 @@ class Refusals:
         if incident.diverged:
             self._diverged = state
         elif not back and (is_of_data(incident) or self._diverged != state):
-            run.recent.mark_bad(incident.step)  # after a rollback it is gone, or good in a replay
+            run.recent.mark_bad(step)  # after a rollback it is gone, or good in a replay
 
     def _is_bad_by_noise(self, args: Any) -> bool:
         """Whether the random numbers of a refused step made it bad."""

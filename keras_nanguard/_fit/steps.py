@@ -201,6 +201,11 @@ class Counts:
         return self.epoch.number, max(step - self.epoch.start, 0)
 
     @property
+    def state(self) -> tuple[int, int]:
+        """A key of the current state, which is the same until a step commits or is undone."""
+        return self.committed, self.rollbacks
+
+    @property
     def totals(self) -> Totals:
         """The numbers of steps that a summary has."""
         return Totals(self.step, self.refused, self.overflows, self.run_again)
