@@ -31,12 +31,10 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep
+from keras_nanguard._backends.torch.attempt import GuardedStep, Learned
 from keras_nanguard._backends.torch.execution import GuardedAttempt, commit, refuse, run_body
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge, report
-from keras_nanguard._backends.torch.learned import Learned
-from keras_nanguard._backends.torch.learning import learned_after
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._core.verdict import Report, Verdict
 from keras_nanguard._keras import variables as keras_variables
@@ -154,6 +152,7 @@ class Transaction(GuardedStep):
         intercept = self._intercept(state)
         given = Given.of(args)
         attempt = GuardedAttempt(self, state, is_compiled=intercept.compiled is not None)
+        outside = attempt.log.outside
         try:
             verdict, self.learned = self._complete(attempt, intercept, args)
             outputs = attempt.outputs
@@ -162,8 +161,10 @@ class Transaction(GuardedStep):
             raise
         finally:
             attempt.release()
-        if not self.learned.changes_outside and self._changes_outside(attempt, outputs):
-            self.learned = replace(self.learned, changes_outside=True)
+        # The step may have created slots: then the train state is read again.
+        if not self.learned.changes_outside and outside.remain(_known(state, outputs)):
+            lasts = outside.remain(_known(self.read_state(), outputs))
+            self.learned = replace(self.learned, changes_outside=lasts)
         return interface.Executed(outputs, verdict, given)
 
     def _current_state(self) -> StateTensors:
@@ -180,8 +181,7 @@ class Transaction(GuardedStep):
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = state.train_state.optimizers
         if not self.jit or self.learned.is_fresh:
-            notes_backward = not (self.stock or self.jit)
-            return Intercept(self.model, optimizers, notes_backward=notes_backward)
+            return Intercept(self.model, optimizers)
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.replayed)
         return self.compiled
 
@@ -199,7 +199,7 @@ class Transaction(GuardedStep):
             if judged.ruling is Ruling.CHECK:  # in this process or in another one
                 judged = judge(attempt)
             self.run.agreement.hear(judged.has_news)
-            learned = learned_after(attempt, judged)
+            learned = attempt.learned_after(judged.checked.constants, judged.any_continues)
             if judged.ruling is Ruling.REFUSE:
                 with contextlib.suppress(Exception):  # it is refused even without a description
                     self.reports.append(report(attempt, judged, args))
@@ -209,15 +209,6 @@ class Transaction(GuardedStep):
         except BaseException as error:
             attempt.undo(error)
             raise
-
-    def _changes_outside(self, attempt: Attempt, outputs: Any) -> bool:
-        """Whether the last step has changed something outside of the train state, which is read
-        again only if it may have: the step may have created slots.
-        """
-        outside = attempt.log.outside
-        if not outside.remain(_known(attempt.state, outputs)):
-            return False
-        return outside.remain(_known(self.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):
