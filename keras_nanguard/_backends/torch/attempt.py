@@ -17,6 +17,7 @@ from keras_nanguard._backends.torch.intercept import Recorder
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.undo_log import FoundGradients, UndoLog
 from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._core.verdict import Report
 
 FIRST_STEPS = 2
 """Number of first steps in which the train state is read each time and everything is kept, to find
@@ -90,6 +91,9 @@ class GuardedStep(interface.Transaction):
     """
 
     learned: Learned
+
+    reports: list[Report]
+    """Those of bad steps that the host has not taken yet."""
 
     model: Any
     """The model whose `compute_loss` it calls, or `None`."""

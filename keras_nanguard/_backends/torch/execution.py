@@ -16,7 +16,7 @@ from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep, Learned
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_update
+from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_update, report
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._backends.torch.updates import Update
@@ -100,7 +100,34 @@ class GuardedAttempt(Attempt):
                 ending.callback(self.log.give_back, halfway=True)
 
 
-def run_body(attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]) -> None:
+def complete(
+    attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]
+) -> tuple[Verdict, Learned]:
+    """Run a step; commit or refuse it. Return its verdict, and what the steps have shown.
+
+    Whatever is raised until then, such as an interrupt, undoes the step if it can be undone: a step
+    without old values has been updated after its verdict.
+    """
+    step = attempt.step
+    try:
+        _run_body(attempt, intercept, args)
+        judged = attempt.judged or judge(attempt)
+        if judged.ruling is Ruling.CHECK:  # in this process or in another one
+            judged = judge(attempt)
+        step.run.agreement.hear(judged.has_news)
+        learned = attempt.learned_after(judged.checked.constants, judged.any_continues)
+        if judged.ruling is Ruling.REFUSE:
+            with contextlib.suppress(Exception):  # it is refused even without a description
+                step.reports.append(report(attempt, judged, args))
+            if step.run.refuses:
+                return refuse(attempt, judged), learned
+        return commit(attempt, judged, learned)
+    except BaseException as error:
+        attempt.undo(error)
+        raise
+
+
+def _run_body(attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]) -> None:
     """Run the body of a step. Its updates run, unless the verdict in the body refuses them. An
     exception of torch about a bad number ends the body, if the step can be undone; all others are
     raised.
