@@ -14,7 +14,7 @@ from typing import Any
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.torch import reductions
 from keras_nanguard._backends.torch.intercept import Recorder
-from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._backends.torch.undo_log import FoundGradients, UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._core.verdict import Report

@@ -18,7 +18,7 @@ from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep, Learned
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_update, report
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watching import RECORDED_WRITES, is_undone_as_a_whole
 from keras_nanguard._core.verdict import Verdict

@@ -11,8 +11,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.torch.modules import tensors_in
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, tensors_in
 from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
 from keras_nanguard._backends.torch.watching import CALLS, LateWrites

@@ -11,7 +11,7 @@ from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.attempt import Attempt
-from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 

@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from keras_nanguard._backends.torch.modules import tensors_in
 from keras_nanguard._keras.torch_tensors import TensorVariable, Variables, local
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors among these values and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

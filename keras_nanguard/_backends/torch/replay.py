@@ -30,14 +30,14 @@ from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_fi
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch.host import place
 from keras_nanguard._backends.torch.intercept import Intercept, Recorder
-from keras_nanguard._backends.torch.modules import (
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
+from keras_nanguard._backends.torch.reductions import is_inexact
+from keras_nanguard._backends.torch.state import (
     Modes,
     TorchModule,
     is_sharded,
     replaceable_buffers,
 )
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
-from keras_nanguard._backends.torch.reductions import is_inexact
 from keras_nanguard._backends.torch.undo_log import UndoLog, storage
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._backends.torch.watching import COMMUNICATING, RECORDED_WRITES, written_by

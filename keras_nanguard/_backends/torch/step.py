@@ -34,7 +34,7 @@ from keras_nanguard._backends.torch.attempt import GuardedStep, Learned
 from keras_nanguard._backends.torch.execution import GuardedAttempt, complete
 from keras_nanguard._backends.torch.intercept import Intercept
 from keras_nanguard._backends.torch.judging import are_finite
-from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import variables as keras_variables
 

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
-from keras_nanguard._backends.torch.modules import tensors_in
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, tensors_in
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._backends.torch.updates import Update
 from keras_nanguard._keras import variables as keras_variables
