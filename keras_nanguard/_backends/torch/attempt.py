@@ -183,8 +183,8 @@ class Attempt(Recorder):
         with whether torch has counted it. Only the first steps compare values to find the others.
         """
         by_keras = self.log.kept if self.is_compiled else self.log.writers
-        changed = [t for t, version in self.versions.values() if t._version != version]
-        found = {id(t): (t, True) for t in changed if id(t) not in by_keras}
+        changed = [(k, t) for k, (t, version) in self.versions.items() if t._version != version]
+        found = {key: (t, True) for key, t in changed if key not in by_keras}
         for key in self.versions if self.learned.is_fresh else ():
             kept = self.log.kept.get(key)
             if kept is not None and not kept.is_written and kept.differs:
@@ -193,9 +193,9 @@ class Attempt(Recorder):
 
     def versions_now(self) -> dict[int, tuple[Any, int]]:
         """Return the watched and the kept tensors by their `id`, with their current versions."""
-        tensors = [tensor for tensor, _ in self.versions.values()]
-        tensors += [kept.tensor for kept in self.log.kept.values()]
-        return {id(t): (t, t._version) for t in tensors}
+        tensors = {key: tensor for key, (tensor, _) in self.versions.items()}
+        tensors |= {key: kept.tensor for key, kept in self.log.kept.items()}
+        return {key: (tensor, tensor._version) for key, tensor in tensors.items()}
 
     def release(self) -> None:
         """Forget everything: an exception that refers to this run would keep its tensors."""
