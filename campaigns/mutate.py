@@ -104,7 +104,7 @@ GROUPS = {
     "torch": Group(
         tuple(
             f"_backends/torch/{name}.py"
-            for name in ("step", "execution", "calls", "learned", "undo_log", "found_gradients", "outside_state")
+            for name in ("step", "execution", "intercept", "watching", "attempt", "undo_log")
         ),
         (*(f"tests/backends/torch/test_{name}.py" for name in ON_TORCH), *SHARP, "-k", "not process"),
         "torch",

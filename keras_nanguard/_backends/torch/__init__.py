@@ -1,21 +1,17 @@
 """The transaction on PyTorch.
 
-In addition to the modules that every backend has:
+The modules on the path of a step, besides those that every backend has:
 
 | module | content |
 |---|---|
-| `attempt` | one attempt of a step, and what its body has done |
-| `learned`, `learning` | what the steps of a body have shown, for later ones |
-| `undo_log` | what a refusal restores |
-| `found_gradients` | the gradients that a step finds and may add to |
-| `late_writes` | what a step writes in place after its update |
-| `outside_state` | schedulers, scalers and tensors outside of the train state |
-| `intercept` | the functions in place of updates and of the loss computation |
-| `calls` | what the body of a step calls |
-| `updates` | the updates of a step |
-| `execution` | one run of the body, its commit or refusal |
-| `judging` | the verdict on a step: the numbers that are read of it, and what follows |
-| `state_tensors` | the tensors of a train state by role |
-| `modules`, `optimizers` | modules and optimizers of torch in Keras' form |
-| `numeric_errors` | exceptions by which torch reports a bad number |
+| `state` | the train state: modules of torch as models, tensors by role |
+| `undo_log` | the old values of what the step writes, and how a refusal restores them |
+| `intercept` | what replaces its updates and its loss computation, and the record of these calls |
+| `watching` | what only an eager body shows: writes, backward passes, updates by other optimizers |
+| `optimizers`, `updates` | optimizers of torch in the form of Keras; one update |
+| `attempt` | what earlier runs of the body have shown, and what this one has done so far |
+| `judging` | the verdict on it: the numbers that are read, and what follows |
+| `execution` | the run itself, its commit or refusal |
+
+`numeric_errors` recognizes exceptions by which torch reports a bad number.
 """

@@ -13,10 +13,10 @@ from keras_nanguard._backends.interface import Executed, Session
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._backends.shared.attach import Use
 from keras_nanguard._backends.torch import step
-from keras_nanguard._backends.torch.modules import TorchModule
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
 from keras_nanguard._backends.torch.optimizers import TorchOptimizer
-from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES
+from keras_nanguard._backends.torch.state import TorchModule
+from keras_nanguard._backends.torch.watching import RECORDED_WRITES
 from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._keras.overrides import Overrides
 

@@ -14,14 +14,13 @@ from typing import Any
 
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep
+from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep, Learned
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_update
-from keras_nanguard._backends.torch.learned import Learned, Seen
+from keras_nanguard._backends.torch.judging import Judged, Ruling, judge, read_update, report
 from keras_nanguard._backends.torch.numeric_errors import is_numeric
-from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, is_undone_as_a_whole
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._backends.torch.watching import RECORDED_WRITES, is_undone_as_a_whole
 from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import optimizers as keras_optimizers, variables as keras_variables
 
@@ -46,10 +45,10 @@ class GuardedAttempt(Attempt):
         return self.step.run.refuses and (self._keeps_old or not self.updated)
 
     def watch(self, stack: contextlib.ExitStack) -> None:
-        """Record what an eager body writes until the stack ends."""
+        """Record what an eager body writes and calls until the stack ends."""
         stack.enter_context(RECORDED_WRITES.entered(self.log))
-        if self.step.may_undo_update:
-            self.late_writes.wait(stack)
+        if not self.step.stock:
+            super().watch(stack)
 
     def around_backward(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward pass, which may add to the gradients that it finds."""
@@ -59,24 +58,14 @@ class GuardedAttempt(Attempt):
     def on_update(self, update: Update) -> Any:
         """Run an update, unless the verdict refuses it; return its result."""
         update.build()  # as Keras would, so that its variables are noted
-        self._note_state_before(update)
+        self.log.keep_gradients()
+        if not (self.updated or self.step.stock):
+            self.losses_before, self.by_hand_before = self.loss_count, self.written_by_hand()
         self._judge(update)
         if self.judged is not None and self.judged.ruling is Ruling.REFUSE:
             self.late_writes.begin()  # the body may continue
             return None
         return self._run(update)
-
-    def _note_state_before(self, update: Update) -> None:
-        """Keep the gradients that the update uses, and note what the body has done before its first
-        one.
-        """
-        if update.evaluates:
-            self.log.gradients.note_writes()
-        else:
-            self.log.keep_gradients()
-        if not (self.updated or self.step.stock):
-            self.losses_before = self.loss_count
-            self.written_before, self.uncounted_before = self.written(), self.written_uncounted()
 
     def _judge(self, update: Update) -> None:
         """Compute the verdict before the first update that must wait for it. One that evaluates the
@@ -98,7 +87,7 @@ class GuardedAttempt(Attempt):
         with self.late_writes.during(update):
             result, created = update.run()
         self.created += created
-        if not (self.step.stock or self.learned.continues is Seen.YES):
+        if not (self.step.stock or self.learned.continues):
             self.versions_after = self.versions_now()
         return result
 
@@ -110,12 +99,35 @@ class GuardedAttempt(Attempt):
             if self.can_be_undone:
                 ending.callback(self.log.give_back, halfway=True)
 
-    def release(self) -> None:
-        super().release()
-        self.judged = None
+
+def complete(
+    attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]
+) -> tuple[Verdict, Learned]:
+    """Run a step; commit or refuse it. Return its verdict, and what the steps have shown.
+
+    Whatever is raised until then, such as an interrupt, undoes the step if it can be undone: a step
+    without old values has been updated after its verdict.
+    """
+    step = attempt.step
+    try:
+        _run_body(attempt, intercept, args)
+        judged = attempt.judged or judge(attempt)
+        if judged.ruling is Ruling.CHECK:  # in this process or in another one
+            judged = judge(attempt)
+        step.run.agreement.hear(judged.has_news)
+        learned = attempt.learned_after(judged.checked.constants, judged.any_continues)
+        if judged.ruling is Ruling.REFUSE:
+            with contextlib.suppress(Exception):  # it is refused even without a description
+                step.reports.append(report(attempt, judged, args))
+            if step.run.refuses:
+                return refuse(attempt, judged), learned
+        return commit(attempt, judged, learned)
+    except BaseException as error:
+        attempt.undo(error)
+        raise
 
 
-def run_body(attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]) -> None:
+def _run_body(attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]) -> None:
     """Run the body of a step. Its updates run, unless the verdict in the body refuses them. An
     exception of torch about a bad number ends the body, if the step can be undone; all others are
     raised.
@@ -159,7 +171,7 @@ def _is_unread(attempt: Attempt, judged: Judged, learned: Learned) -> bool:
     if attempt.created or (attempt.updates and not judged.checked.has_updated):
         return True
     unseen = learned.untracked.keys() - attempt.log.kept.keys()
-    unseen |= learned.uncounted.keys() - attempt.learned.uncounted.keys()
+    unseen |= learned.uncounted - attempt.learned.uncounted
     return not judged.checked.state.updated.isdisjoint(unseen)
 
 

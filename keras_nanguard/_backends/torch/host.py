@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from keras_nanguard._backends import interface
-from keras_nanguard._backends.torch.modules import derives_from, is_sharded, modules_of
+from keras_nanguard._backends.torch.state import derives_from, is_sharded, modules_of
 from keras_nanguard._core.errors import waiting_for
 
 GRACE = 5.0

@@ -1,9 +1,9 @@
-"""Intercepts the optimizer calls and the losses of a step on torch while its body runs."""
+"""Intercepts and records the updates and the losses of a step on torch while its body runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -11,14 +11,115 @@ from typing import Any
 import keras
 import torch
 
-from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
-from keras_nanguard._backends.torch.calls import Recorder
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer
-from keras_nanguard._backends.torch.undo_log import where_defined
-from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, tensors_in
+from keras_nanguard._backends.torch.reductions import is_inexact
+from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Update
+from keras_nanguard._backends.torch.watching import CALLS, LateWrites
 from keras_nanguard._keras import optimizers as keras_optimizers
+from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import predicted
 from keras_nanguard._keras.overrides import Overrides
+
+SOURCES = ("compute_loss", "scale", "backward")
+"""Functions whose values are the losses of a step: of the first one that the step calls. Those of
+the others are these losses once more, scaled, or parts of them.
+"""
+
+
+class Recorder:
+    """Records the calls of one run of a step: `Intercept` and `CALLS` call it. A subclass says what
+    happens in place of an update.
+
+    Args:
+        weights: the `id` of the weights of the step.
+
+    Attributes:
+        updates: its updates until now, in order.
+        line_searches: the number of those that have evaluated the loss more than once.
+        losses_of: the losses of each of `SOURCES` that it has called.
+        predictions: the outputs of the model that each `compute_loss` has received.
+        late_writes: keeps what the step writes in place after its update.
+    """
+
+    shows_losses = True
+    """Whether to note which losses it scales and differentiates: a compiled step does not show it,
+    and that of Keras calls `compute_loss`.
+    """
+
+    def __init__(self, weights: Container[int]):
+        self.updates: list[Update] = []
+        self.line_searches = 0
+        self.losses_of: dict[str, tuple[Any, ...]] = {}
+        self.predictions: list[Any] = []
+        self.late_writes = LateWrites(weights)
+
+    @property
+    def losses(self) -> Sequence[Any]:
+        """The losses of the step, from the first of `SOURCES` that has any."""
+        return next(filter(None, map(self.losses_of.get, SOURCES)), ())
+
+    @property
+    def loss_count(self) -> int:
+        """The number of losses of all of `SOURCES`."""
+        return sum(map(len, self.losses_of.values()))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the losses are scaled."""
+        return bool(self.losses_of.get("scale"))
+
+    @property
+    def has_only_line_searches(self) -> bool:
+        """Whether each update, of at least one, has evaluated the loss more than once."""
+        return 0 < self.line_searches == len(self.updates)
+
+    def outputs_of(self, model: Any) -> list[tuple[str, Any]]:
+        """Return `(name, tensor)` of the outputs of the model that `compute_loss` received."""
+        flat = map(keras.tree.flatten, self.predictions)
+        named = [pair for outputs in flat for pair in named_outputs(model, outputs)]
+        tensors = [pair for pair in named if isinstance(pair[1], torch.Tensor)]
+        return [pair for pair in tensors if is_inexact(pair[1])]
+
+    def watch(self, stack: contextlib.ExitStack) -> None:
+        """Record what an eager step calls that only its code knows, until the stack ends."""
+        stack.enter_context(CALLS.entered(self))
+        self.late_writes.wait(stack)
+
+    def on_update(self, update: Update) -> Any:
+        """Replace an update, after the calls until then; return its result."""
+        raise NotImplementedError
+
+    def around_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a backward pass of an eager step."""
+        return self.late_writes.around_backward()
+
+    def note_losses(self, source: str, values: Any) -> None:
+        """Note those of these values that are real scalars, each of which counts as a loss."""
+        tensors = [t for t in tensors_in([values]) if t.numel() == 1 and t.is_floating_point()]
+        self._add_losses(source, [tensor.detach() for tensor in tensors])
+
+    def note_loss_of_model(self, loss: Any, predictions: Any) -> None:
+        """Note the result of `compute_loss`, and the outputs that it has received."""
+        self._add_losses("compute_loss", [loss])
+        self.predictions.append(predictions)
+
+    def _add_losses(self, source: str, losses: Iterable[Any]) -> None:
+        self.losses_of[source] = (*self.losses_of.get(source, ()), *losses)
+
+    def update(self, update: Update) -> Any:
+        """Note an update and run it, unless `on_update` does not; return its result."""
+        if not update.evaluates:
+            self.updates.append(update)
+            return self.on_update(update)
+        before = dict(self.losses_of)
+        result = self.on_update(update)
+        passes = [len(losses.get("backward", ())) for losses in (before, self.losses_of)]
+        self.line_searches += passes[1] > passes[0] + 1
+        self.updates.append(update)  # its gradients are known only now
+        if isinstance(result, torch.Tensor):  # not the losses of its line search
+            self.losses_of = before
+            self.note_losses("backward", result)
+        return result
 
 
 class Intercept:
@@ -35,8 +136,6 @@ class Intercept:
     Args:
         model: the model whose `compute_loss` is recorded, or `None`.
         body: a step to compile, as Keras does with `jit_compile=True`; `None` if it runs eagerly.
-        notes_backward: whether to note the losses of an eager step that does not call
-            `compute_loss`.
 
     Attributes:
         compiled: the compiled step, or `None`.
@@ -45,19 +144,12 @@ class Intercept:
     _recorder: Recorder
 
     def __init__(
-        self,
-        model: Any,
-        optimizers: Iterable[Any],
-        body: Callable[..., Any] | None = None,
-        notes_backward: bool = True,
+        self, model: Any, optimizers: Iterable[Any], body: Callable[..., Any] | None = None
     ):
-        self._notes_backward = notes_backward and body is None
         self.compiled = None if body is None else torch.compile(body)
         optimizers = list(optimizers)
         self._replacements = [self._replacement(optimizer) for optimizer in optimizers]
-        if self._notes_backward:
-            scaled = filter(keras_optimizers.is_loss_scaled, optimizers)
-            self._replacements += [(o, "scale_loss", self._scaling(o.scale_loss)) for o in scaled]
+        self._scaled = list(filter(keras_optimizers.is_loss_scaled, optimizers))
         if hasattr(model, "compute_loss"):
             self._replacements.append((model, "compute_loss", self._noting(model.compute_loss)))
 
@@ -66,12 +158,11 @@ class Intercept:
         """Record the step that runs in this context."""
         self._recorder = recorder
         try:
-            with contextlib.ExitStack() as stack:
-                overrides = stack.enter_context(Overrides())
+            with Overrides() as overrides:
                 for target, name, function in self._replacements:
                     overrides.set(target, name, function)
-                if self._notes_backward:
-                    stack.enter_context(BACKWARD_PASSES.entered(recorder))
+                for optimizer in self._scaled if recorder.shows_losses else ():
+                    overrides.set(optimizer, "scale_loss", self._scaling(optimizer.scale_loss))
                 yield
         finally:
             del self._recorder  # it refers to the run of the step
@@ -128,32 +219,3 @@ class Intercept:
             return loss
 
         return compute_loss
-
-
-def _backward(
-    real: Callable[..., Any], inside: Sequence[Recorder], tensors: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if torch._C._current_graph_task_id() != -1:  # a part of another one, as in checkpointing
-        return real(tensors, *args, **kwargs)
-    with contextlib.ExitStack() as stack:
-        for recorder in inside:
-            recorder.note_losses("backward", tensors)
-            stack.enter_context(recorder.around_backward())
-        return real(tensors, *args, **kwargs)
-
-
-def _scale(real: Callable[..., Any], inside: Sequence[Recorder], scaler: Any, outputs: Any) -> Any:
-    for recorder in inside if scaler.is_enabled() else ():
-        recorder.note_losses("scale", outputs)
-    return real(scaler, outputs)
-
-
-BACKWARD_PASSES = ThreadOverrides(
-    torch.autograd,
-    {"backward": _backward},
-    partial(where_defined, torch.amp.GradScaler, {"scale": _scale}),
-)
-"""The override through which an eager step shows which losses it differentiates: `Tensor.backward`
-calls `torch.autograd.backward`. `torch.autograd.grad` is not overridden, because functions that
-torch compiles or transforms (`torch.func`) call it.
-"""

@@ -11,7 +11,7 @@ from keras_nanguard._backends.interface import Agreement
 from keras_nanguard._backends.shared import rules
 from keras_nanguard._backends.torch import host, reductions
 from keras_nanguard._backends.torch.attempt import Attempt
-from keras_nanguard._backends.torch.state_tensors import StateTensors
+from keras_nanguard._backends.torch.state import StateTensors
 from keras_nanguard._backends.torch.undo_log import UndoLog
 from keras_nanguard._core.verdict import Report, Verdict
 
@@ -132,8 +132,9 @@ def judge(attempt: Attempt) -> Judged:
     left_by_previous = not _all_finite(previous)
     norms = written | previous if left_by_previous else written
     own = _own_verdict(checked, numbers, norms, attempt.raised)
-    ruling, continues = _ruling(checked, numbers, own, attempt.raised), attempt.learned.continues
-    alone = Judged(ruling, own, own, checked, left_by_previous, continues.is_possible)
+    ruling = _ruling(checked, numbers, own, attempt.raised)
+    may_continue = attempt.learned.continues is not False
+    alone = Judged(ruling, own, own, checked, left_by_previous, may_continue)
     return _agreed(alone, attempt.step.run.agreement)
 
 

@@ -1,16 +1,27 @@
-"""Adapters of `torch.optim.Optimizer` to the interface of a Keras optimizer."""
+"""Adapters of `torch.optim.Optimizer` to the interface of a Keras optimizer, and functions that
+restore the state of optimizers, schedulers and gradient scalers of torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from keras_nanguard._backends.torch.modules import tensors_in
 from keras_nanguard._keras.torch_tensors import TensorVariable, Variables, local
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors among these values and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def settings_of(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -32,6 +43,43 @@ def settings_restorer(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
             tensor.copy_(value)
 
     return restore
+
+
+def scheduler_restorer(scheduler: Any) -> Callable[[], None]:
+    """Return a function that restores a scheduler, and its optimizer's settings."""
+    attributes = dict(vars(scheduler))
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    restore_settings = settings_restorer(groups)
+
+    def restore() -> None:
+        vars(scheduler).clear()
+        vars(scheduler).update(attributes)
+        restore_settings()
+
+    return restore
+
+
+def scaler_restorers(scaler: Any, is_replay: bool) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Yield what a gradient scaler writes, each with a function that restores it: itself, since it
+    knows which optimizers it has unscaled, and its tensors.
+
+    Its scale, and where it has found Inf, are restored only for a replay: a refused step is to
+    lower the scale, perhaps after its end.
+    """
+    stages = {key: dict(stage) for key, stage in scaler._per_optimizer_states.items()}
+
+    def restore_stages() -> None:
+        states, found_inf = scaler._per_optimizer_states, "found_inf_per_device"
+        found = {} if is_replay else {k: s[found_inf] for k, s in states.items()}
+        states.clear()
+        states.update(stages)
+        for key, value in found.items():
+            states[key][found_inf] = value
+
+    yield scaler, restore_stages
+    for tensor in (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")):
+        if isinstance(tensor, torch.Tensor):
+            yield tensor, partial(tensor.copy_, tensor.clone() if is_replay else tensor)
 
 
 class Rate:

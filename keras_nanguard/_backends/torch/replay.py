@@ -28,21 +28,19 @@ from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared import instrument
 from keras_nanguard._backends.shared.origins import Inputs, OriginTracker, is_finite, operand
 from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
-from keras_nanguard._backends.torch.calls import Recorder
 from keras_nanguard._backends.torch.host import place
-from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.late_writes import COMMUNICATING, written_by
-from keras_nanguard._backends.torch.modules import (
+from keras_nanguard._backends.torch.intercept import Intercept, Recorder
+from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
+from keras_nanguard._backends.torch.reductions import is_inexact
+from keras_nanguard._backends.torch.state import (
     Modes,
     TorchModule,
     is_sharded,
     replaceable_buffers,
 )
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer, unlisted_optimizers
-from keras_nanguard._backends.torch.outside_state import storage
-from keras_nanguard._backends.torch.reductions import is_inexact
-from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
+from keras_nanguard._backends.torch.undo_log import UndoLog, storage
 from keras_nanguard._backends.torch.updates import Update
+from keras_nanguard._backends.torch.watching import COMMUNICATING, RECORDED_WRITES, written_by
 from keras_nanguard._core.observations import Origin
 from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
@@ -230,16 +228,13 @@ def _natives(variables: Iterable[Any]) -> tuple[Any, ...]:
     return keras_variables.unique(v for v in values if isinstance(v, torch.Tensor))
 
 
-def _undo_log(
-    model: Any, optimizers: Iterable[Any], kept: Iterable[Any] = (), elsewhere: Iterable[Any] = ()
-) -> UndoLog:
-    """Return an undo log with the buffers and modes of modules, and the state of all optimizers of
-    torch, those in attributes of layers included; `elsewhere`: as `restored_elsewhere`.
+def _undo_log(model: Any, optimizers: Iterable[Any], kept: Iterable[Any] = ()) -> UndoLog:
+    """Return an undo log with these tensors, the buffers and modes of modules, and the state of all
+    optimizers of torch, those in attributes of layers included.
     """
     undo_log = UndoLog(
         kept,
         is_replay=True,
-        restored_elsewhere=elsewhere,
         attributes=replaceable_buffers(model),
         restore_modes=Modes(model).restorer(),
     )
@@ -318,7 +313,7 @@ class Replay(interface.Replay):
         recorder = ReplayRecorder(model, immediate)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_WITHOUT_ERROR.entered(recorder))
-            recorder.late_writes.wait(stack)
+            recorder.watch(stack)
             stack.enter_context(Intercept(model, optimizers).recording(recorder))
             yield recorder
 
@@ -343,9 +338,8 @@ class Replay(interface.Replay):
     def restoring_side_effects(
         self, variables: Sequence[Any], model: Any, optimizers: Iterable[Any]
     ) -> Iterator[None]:
-        undo_log = _undo_log(model, optimizers, elsewhere=_natives(variables))
         # A step may use a gradient, and add to it in place.
-        with _undone(undo_log, variables, lambda grad: grad.detach().clone()):
+        with _undone(_undo_log(model, optimizers), variables, lambda grad: grad.detach().clone()):
             yield
 
     def without_rows(self, value: Any, kept: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The transaction on PyTorch.
+"""The transaction on PyTorch, and what it knows between two steps. `execution` runs one.
 
 In outline::
 
@@ -22,7 +22,6 @@ whose backward pass it runs; of one without a backward pass, the scalars that it
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,14 +30,12 @@ import torch
 
 from keras_nanguard._backends import interface
 from keras_nanguard._backends.shared.batches import losses_in_logs, owned, scalars, with_arrays
-from keras_nanguard._backends.torch.attempt import Attempt, GuardedStep
-from keras_nanguard._backends.torch.execution import GuardedAttempt, commit, refuse, run_body
+from keras_nanguard._backends.torch.attempt import GuardedStep, Learned
+from keras_nanguard._backends.torch.execution import GuardedAttempt, complete
 from keras_nanguard._backends.torch.intercept import Intercept
-from keras_nanguard._backends.torch.judging import Ruling, are_finite, judge, report
-from keras_nanguard._backends.torch.learned import Learned
-from keras_nanguard._backends.torch.learning import learned_after
-from keras_nanguard._backends.torch.state_tensors import StateTensors
-from keras_nanguard._core.verdict import Report, Verdict
+from keras_nanguard._backends.torch.judging import are_finite
+from keras_nanguard._backends.torch.state import StateTensors
+from keras_nanguard._core.verdict import Report
 from keras_nanguard._keras import variables as keras_variables
 
 
@@ -125,7 +122,7 @@ class Transaction(GuardedStep):
         self.stock, self.jit, self.compiled = stock, jit, compiled
         self.losses = losses_in_logs if of_trainer else scalars
         self.learned = Learned()
-        self.reports: list[Report] = []
+        self.reports = []
         self.state: StateTensors | None = None
         self._called: interface.Executed | None = None
         # The model's own at the last reading. Keras trains with another one as soon as it is set.
@@ -154,16 +151,19 @@ class Transaction(GuardedStep):
         intercept = self._intercept(state)
         given = Given.of(args)
         attempt = GuardedAttempt(self, state, is_compiled=intercept.compiled is not None)
+        outside = attempt.log.outside
         try:
-            verdict, self.learned = self._complete(attempt, intercept, args)
+            verdict, self.learned = complete(attempt, intercept, args)
             outputs = attempt.outputs
         except BaseException:
             self.learned = self.learned.after_error()
             raise
         finally:
             attempt.release()
-        if not self.learned.changes_outside and self._changes_outside(attempt, outputs):
-            self.learned = replace(self.learned, changes_outside=True)
+        # The step may have created slots: then the train state is read again.
+        if not self.learned.changes_outside and outside.remain(_known(state, outputs)):
+            lasts = outside.remain(_known(self.read_state(), outputs))
+            self.learned = replace(self.learned, changes_outside=lasts)
         return interface.Executed(outputs, verdict, given)
 
     def _current_state(self) -> StateTensors:
@@ -180,44 +180,9 @@ class Transaction(GuardedStep):
         """Return what records the calls of a step: a new one, or that of the compiled body."""
         optimizers = state.train_state.optimizers
         if not self.jit or self.learned.is_fresh:
-            notes_backward = not (self.stock or self.jit)
-            return Intercept(self.model, optimizers, notes_backward=notes_backward)
+            return Intercept(self.model, optimizers)
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.replayed)
         return self.compiled
-
-    def _complete(
-        self, attempt: GuardedAttempt, intercept: Intercept, args: tuple[Any, ...]
-    ) -> tuple[Verdict, Learned]:
-        """Run a step; commit or refuse it. Return its verdict, and what the steps have shown.
-
-        Whatever is raised until then, such as an interrupt, undoes the step if it can be undone: a
-        step without old values has been updated after its verdict.
-        """
-        try:
-            run_body(attempt, intercept, args)
-            judged = attempt.judged or judge(attempt)
-            if judged.ruling is Ruling.CHECK:  # in this process or in another one
-                judged = judge(attempt)
-            self.run.agreement.hear(judged.has_news)
-            learned = learned_after(attempt, judged)
-            if judged.ruling is Ruling.REFUSE:
-                with contextlib.suppress(Exception):  # it is refused even without a description
-                    self.reports.append(report(attempt, judged, args))
-                if self.run.refuses:
-                    return refuse(attempt, judged), learned
-            return commit(attempt, judged, learned)
-        except BaseException as error:
-            attempt.undo(error)
-            raise
-
-    def _changes_outside(self, attempt: Attempt, outputs: Any) -> bool:
-        """Whether the last step has changed something outside of the train state, which is read
-        again only if it may have: the step may have created slots.
-        """
-        outside = attempt.log.outside
-        if not outside.remain(_known(attempt.state, outputs)):
-            return False
-        return outside.remain(_known(self.read_state(), outputs))
 
     def inherit(self, other: interface.Transaction) -> None:
         if isinstance(other.learned, Learned):

@@ -2,16 +2,18 @@
 
 An eager step cannot be inspected before it runs, so its writes are recorded, in its thread only:
 
-- Before the step, `UndoLog.of` keeps modes, torch's random generators, attributes of layers,
-  buffers, and tensors that a step was seen to write past Keras; in the first steps all tensors of
-  the train state.
+- Before the step, `Attempt` keeps modes, torch's random generators, attributes of layers, buffers,
+  and tensors that a step was seen to write past Keras; in the first steps all tensors of the train
+  state.
 - Variables that Keras writes are kept before their first write, through `RECORDED_WRITES`. So are
   learning rate schedulers and gradient scalers of torch.
 - The gradients that the step finds are kept before it first adds to them, or uses them.
 - If the step continues after its update, the update keeps weights and slots before it runs.
 - `LateWrites` keeps other tensors that the step writes in place after its update.
 
-So a healthy step mostly copies its small state (statistics, seeds, metrics), each once.
+So a healthy step mostly copies its small state (statistics, seeds, metrics), each once. A refusal
+restores what was kept in reverse order, so of two tensors with the same memory the first copy
+remains.
 
 Layers write the value of a variable through two methods of Keras' variables (`_keras.variables`),
 optimizers write in place.
@@ -19,27 +21,21 @@ optimizers write in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
-from keras_nanguard._backends.shared.thread_overrides import ThreadOverrides
 from keras_nanguard._backends.torch import host, reductions
-from keras_nanguard._backends.torch.found_gradients import FoundGradients
-from keras_nanguard._backends.torch.learned import Learned
-from keras_nanguard._backends.torch.optimizers import TorchOptimizer
-from keras_nanguard._backends.torch.outside_state import (
-    OutsideChanges,
-    place_of,
+from keras_nanguard._backends.torch.optimizers import (
+    TorchOptimizer,
     scaler_restorers,
     scheduler_restorer,
-    tensor_restorer,
 )
-from keras_nanguard._backends.torch.state_tensors import StateTensors
 from keras_nanguard._keras import (
     attributes as keras_attributes,
     torch_tensors,
@@ -52,9 +48,24 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of entries, by their number of bytes."""
 
 
+def storage(tensor: Any) -> int:
+    """Return the address of the memory of a tensor."""
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):  # a sparse tensor: only its parts have a storage
+        return id(tensor)
+
+
+def _place_of(tensor: Any) -> Any:
+    """Return what is the same only for a tensor and its aliases of the same shape."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """A tensor as it was before the step.
+    """A tensor as it was before the step. A call restores it.
 
     Attributes:
         value, version: its value and version when it was kept.
@@ -79,32 +90,125 @@ class Kept:
             return True
         return not torch.equal(now.view(kind), self.value.view(kind))
 
-    def give_back(self) -> None:
+    def __call__(self) -> None:
         """Restore the value, unless it is the same."""
         # Torch does not count the writes of a fused optimizer, or through `.data`.
         if self.is_written or self.differs:
             torch_tensors.write_tensor(self.tensor, self.value)
 
 
+class FoundGradients:
+    """The gradients that a step finds. A refusal restores those that it adds to or uses.
+
+    Args:
+        holders: the tensors that have a gradient.
+        may_add: whether the step may add to those that it finds.
+        at_first: whether to keep them before the step.
+
+    Attributes:
+        kept: each of these tensors whose gradient is restored, with this gradient.
+        added_by_hand: whether the step has written one before `choose`; `None` until then, and if
+            it has found none.
+    """
+
+    def __init__(self, holders: Sequence[Any] = (), may_add: bool = True, at_first: bool = False):
+        self._holders, self._at_first, self._is_chosen = holders, at_first, False
+        pairs = [(p, p.grad) for p in holders if p.grad is not None] if may_add else []
+        # A step that clears them first is to release their memory.
+        self._found = [(p, TensorWeakRef(grad), _version_of(grad)) for p, grad in pairs]
+        self.kept = pairs if at_first else []
+        self.added_by_hand: bool | None = None
+
+    @property
+    def kept_ids(self) -> set[int]:
+        """The `id` of each gradient, or shard of one, that is kept."""
+        return {id(local(gradient)) for _, gradient in self.kept}
+
+    def choose(self) -> list[tuple[Any, Any]]:
+        """Return those to keep, each with its tensor: those that the step has neither cleared nor
+        replaced when this is first called, at its first backward pass or update, or at its end. If
+        they were kept before the step, also those that it has written until then.
+        """
+        if self._is_chosen:
+            return self.kept
+        self._is_chosen = True
+        found = [(p, ref(), version) for p, ref, version in self._found]
+        left = [(p, gradient, version) for p, gradient, version in found if gradient is not None]
+        written = {id(gradient) for _, gradient, v in left if _version_of(gradient) != v}
+        self.added_by_hand = bool(written) if found else None
+        also = written if self._at_first else ()
+        self.kept = [(p, g) for p, g, _ in left if p.grad is g or id(g) in also]
+        return self.kept
+
+    def give_back(self, was_finite: Callable[[Any], bool]) -> None:
+        """Restore those that are kept; for all other tensors leave none.
+
+        Args:
+            was_finite: whether a gradient was finite before the step. A bad sum, which no later
+                step could correct, is dropped.
+        """
+        for holder in self._holders:
+            holder.grad = None
+        for holder, gradient in self.kept:
+            if was_finite(gradient):
+                holder.grad = gradient
+
+
+def _version_of(gradient: Any) -> int:
+    """Return how many writes torch has counted: in `torch.inference_mode` it counts none."""
+    tensor = local(gradient)
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+class OutsideChanges:
+    """Whether a step has changed anything outside of its train state that lasts."""
+
+    def __init__(self) -> None:
+        self._has_objects = False
+        self._storages: list[StorageWeakRef] = []  # many of the tensors are gone after the step
+
+    def note_object(self) -> None:
+        """Note that a scheduler or a scaler changes."""
+        self._has_objects = True
+
+    def note_tensor(self, tensor: Any) -> None:
+        """Note that a tensor is written in place."""
+        if tensor.layout == torch.strided:
+            self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+        else:
+            self._has_objects = True
+
+    def remain(self, known: Iterable[Any]) -> bool:
+        """Return whether an object, or a tensor that still exists, has changed. Before the undo log
+        of the step is released, all of them exist.
+
+        Args:
+            known: tensors that do not count. They are only looked at if others still exist.
+        """
+        left = {ref for ref in self._storages if not ref.expired()}
+        if left and not self._has_objects:
+            dense = (t for t in map(local, known) if t.layout == torch.strided)
+            left -= {StorageWeakRef(t.untyped_storage()) for t in dense}
+        return self._has_objects or bool(left)
+
+
 class UndoLog:
     """The undo log of one step. Writes are recorded in it inside of `RECORDED_WRITES.entered`.
 
-    `of` keeps what has to be kept before the step, the methods `keep*` what is about to be written,
-    and `give_back` restores all of it.
+    The methods `keep*` keep what is about to be written, and `give_back` restores all of it.
 
     Args:
         kept: tensors to copy beforehand, because torch writes them in place.
         uncounted: the same, if torch may not even count the write, as for the running statistics of
             its own batch normalization.
         is_replay: whether writes of gradient scalers are undone, too.
-        restored_elsewhere: tensors that other code restores.
         attributes: attributes of layers, as `give_back_tensors` takes them.
         restore_modes: restores modes, from `Modes`.
+        gradients: those that the step finds.
 
     Attributes:
         kept: the tensors that are restored, by their `id`.
         writers: the variables through which Keras wrote some of them, by the `id` of the tensor.
-        gradients: those that the step has found.
         outside: whether it has changed anything else.
         created: the tensor of each variable that Keras has created meanwhile, with its first value.
     """
@@ -114,65 +218,40 @@ class UndoLog:
         kept: Iterable[Any],
         uncounted: Iterable[Any] = (),
         is_replay: bool = False,
-        restored_elsewhere: Iterable[Any] = (),
-        attributes: Iterable[tuple[dict[str, Any], str, Any]] = (),
+        attributes: Sequence[tuple[dict[str, Any], str, Any]] = (),
         restore_modes: Callable[[], None] = lambda: None,
+        gradients: FoundGradients | None = None,
     ):
         self.kept: dict[int, Kept] = {}
         self.writers: dict[int, Any] = {}
-        self.gradients = FoundGradients()
+        self.gradients = FoundGradients() if gradients is None else gradients
         self.outside = OutsideChanges()
         self.created: list[tuple[Any, Any]] = []
-        self._is_replay = is_replay
-        self._restored_elsewhere = set(map(id, restored_elsewhere))
+        self._is_replay, self._restore_modes = is_replay, restore_modes
         # The state of a generator takes a microsecond, and does not wait for a device.
-        self._generators = [partial(g.set_state, g.get_state()) for g in host.generators()]
-        self._attributes, self._restore_modes = list(attributes), restore_modes
-        self._others: dict[Any, Callable[[], None]] = {}
-        """Restores each other object, by its `id`, and other tensors, by their place."""
+        self._restorers: dict[Any, Callable[[], Any]] = {
+            id(generator): partial(generator.set_state, generator.get_state())
+            for generator in host.generators()
+        }
+        """Restores each tensor and each other object, in the order in which they were kept: by
+        their `id`, tensors outside of the train state by their place.
+        """
+        self._restorers["attributes"] = partial(keras_attributes.give_back_tensors, attributes)
         for tensor in uncounted:
             self.keep(tensor, is_counted=False)
-        for tensor in kept:
+        for tensor in (*kept, *(local(gradient) for _, gradient in self.gradients.kept)):
             self.keep(tensor)
-
-    @classmethod
-    def of(
-        cls, state: StateTensors, learned: Learned, undoes_updates: bool, is_compiled: bool
-    ) -> UndoLog:
-        """Return the log of a step that is about to run, with copies of what it may write
-        unnoticed.
-
-        Args:
-            learned: what earlier steps have shown.
-            undoes_updates: whether it may be updated before its verdict.
-            is_compiled: whether its writes are not recorded.
-        """
-        uncounted = [*state.unlisted, *state.buffers(), *learned.uncounted.values()]
-        kept = list(learned.untracked.values())
-        if learned.is_fresh:
-            kept += state.other
-            kept += state.weights_and_slots if undoes_updates else ()
-        if is_compiled:
-            uncounted, kept = [*uncounted, *state.small_state, *kept], []
-        attributes, restore_modes = state.attributes(learned.is_fresh), state.modes.restorer()
-        log = cls(kept, uncounted, attributes=attributes, restore_modes=restore_modes)
-        at_first = learned.adds_by_hand.is_possible
-        log.gradients = FoundGradients(state.gradient_holders, undoes_updates, at_first)
-        for _, gradient in log.gradients.kept or ():
-            log.keep(local(gradient))
-        # `LateWrites` keeps those of an eager step when they update.
-        for optimizer in state.unlisted_optimizers if undoes_updates and is_compiled else ():
-            log.keep_updated(optimizer, (), copies=True)
-        return log
 
     def keep(self, tensor: Any, is_counted: bool = True) -> None:
         """Copy a tensor, unless it is kept already; `is_counted`: whether torch counts every write
         of it.
         """
+        key = id(tensor)
         # One of `torch.inference_mode` counts no writes; torch writes it in that mode only.
-        if not (id(tensor) in self.kept or tensor.is_inference()):
+        if not (key in self._restorers or tensor.is_inference()):
             value = tensor.detach().clone()
-            self.kept[id(tensor)] = Kept(tensor, value, tensor._version, is_counted)
+            kept = self.kept[key] = Kept(tensor, value, tensor._version, is_counted)
+            self._restorers[key] = kept
 
     def keep_gradients(self) -> None:
         """Keep the gradients that the step has found, and neither cleared nor replaced."""
@@ -185,30 +264,28 @@ class UndoLog:
         """
         for tensor in tensors:
             self.keep(tensor)
-        if isinstance(optimizer, TorchOptimizer) and id(optimizer.of) not in self._others:
-            self._others[id(optimizer.of)] = optimizer.restorer(copies)
+        if isinstance(optimizer, TorchOptimizer) and id(optimizer.of) not in self._restorers:
+            self._restorers[id(optimizer.of)] = optimizer.restorer(copies)
 
     def keep_outside(self, tensor: Any) -> None:
         """Copy a tensor outside of the train state that is about to be written in place."""
-        key = place_of(tensor)
-        known = (
-            id(tensor) in self._restored_elsewhere or id(tensor) in self.kept or key in self._others
-        )
-        if not (known or tensor.is_inference()):
-            self._others[key] = tensor_restorer(tensor)
+        place = _place_of(tensor)
+        is_kept = id(tensor) in self._restorers or place in self._restorers
+        if not (is_kept or tensor.is_inference()):
+            self._restorers[place] = _tensor_restorer(tensor)
             self.outside.note_tensor(tensor)
 
     def keep_scheduler(self, scheduler: Any) -> None:
         """Keep the state of a scheduler that is about to change, and its optimizer's settings."""
         self.outside.note_object()
-        self._others.setdefault(id(scheduler), scheduler_restorer(scheduler))
+        self._restorers.setdefault(id(scheduler), scheduler_restorer(scheduler))
 
     def keep_scaler(self, scaler: Any) -> None:
         """Keep the state of a gradient scaler that is about to change."""
         if scaler.is_enabled():
             self.outside.note_object()
-            for key, restore in scaler_restorers(scaler, self._is_replay):
-                self._others.setdefault(key, restore)
+            for owner, restore in scaler_restorers(scaler, self._is_replay):
+                self._restorers.setdefault(id(owner), restore)
 
     def before(self, tensor: Any) -> Any:
         """Return the value of a tensor before the step."""
@@ -223,7 +300,7 @@ class UndoLog:
     def note(self, variable: Any) -> None:
         """Keep the value of a variable that Keras is about to write."""
         tensor = variable.value
-        if not (tensor.is_meta or id(tensor) in self._restored_elsewhere):
+        if not tensor.is_meta:
             self.keep(tensor)
             if id(tensor) in self.kept:
                 self.writers[id(tensor)] = variable
@@ -242,18 +319,8 @@ class UndoLog:
         Raises:
             StateLostError: if a part could not be restored; all others are.
         """
-        parts: list[Callable[[], Any]] = [
-            # The last one first: a scheduler and an optimizer both have the rate, and that of the
-            # earlier copy is to stay.
-            *reversed(self._others.values()),
-            # Before the tensors: versions show which gradients were written, and restored values
-            # count as writes.
-            self._give_back_gradients,
-            partial(keras_attributes.give_back_tensors, self._attributes),
-            *self._generators,
-            # After the others, which may have later values of an alias.
-            *(kept.give_back for kept in self.kept.values()),
-        ]
+        # Versions show which gradients were written, and restored values count as writes.
+        parts = [self._give_back_gradients, *reversed(self._restorers.values())]
         try:
             with torch.no_grad():
                 finish(parts)
@@ -268,65 +335,17 @@ class UndoLog:
         self.keep_gradients()
         self.gradients.give_back(lambda g: reductions.are_finite([self.before(local(g))]))
 
-    def release(self) -> None:
-        self.gradients.release()
-        self.kept.clear()
-        self.writers.clear()
-        self._others.clear()
-        self._attributes.clear()
-        self._generators.clear()
 
+def _tensor_restorer(tensor: Any) -> Callable[[], None]:
+    """Return a function that restores the value of a tensor, and its memory and shape, which `set_`
+    and `resize_` change; copies and pickles of tensors are created by `set_`.
+    """
+    alias = tensor.detach() if tensor.layout == torch.strided else tensor
+    value = alias.detach().clone()
 
-def _keeping(keep: Callable[[UndoLog, Any], None]) -> Callable[..., Any]:
-    """Return a replacement of a method that writes its object. It keeps the object first."""
+    def restore() -> None:
+        alias.copy_(value)
+        if alias is not tensor and _place_of(alias) != _place_of(tensor):
+            tensor.set_(alias)
 
-    def write(
-        real: Callable[..., Any], logs: list[UndoLog], target: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        for undo_log in logs:
-            keep(undo_log, target)
-        return real(target, *args, **kwargs)
-
-    return write
-
-
-def _initialize(real: Callable[..., Any], logs: list[UndoLog], variable: Any, value: Any) -> None:
-    real(variable, value)
-    for undo_log in logs:
-        undo_log.note_created(variable)
-
-
-def _with_subclasses(base: Any) -> list[Any]:
-    """Return a class and all of its subclasses, each once."""
-    found = {base: None}
-    for kind in base.__subclasses__():
-        found |= dict.fromkeys(_with_subclasses(kind))
-    return list(found)
-
-
-def where_defined(
-    base: Any, functions: Mapping[str, Callable[..., Any]]
-) -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    """Yield a class and its subclasses, each with those of these functions that it defines."""
-    for kind in _with_subclasses(base):
-        yield kind, {name: f for name, f in functions.items() if name in vars(kind)}
-
-
-def _companions() -> Iterator[tuple[type, dict[str, Callable[..., Any]]]]:
-    """Yield what writes schedulers and scalers, by class."""
-    yield from where_defined(LRScheduler, {"step": _keeping(UndoLog.keep_scheduler)})
-    methods = dict.fromkeys(("unscale_", "step", "update"), _keeping(UndoLog.keep_scaler))
-    yield from where_defined(torch.amp.GradScaler, methods)
-
-
-RECORDED_WRITES = ThreadOverrides(
-    keras_variables.VARIABLE,
-    {keras_variables.ASSIGN: _keeping(UndoLog.note), keras_variables.INITIALIZE: _initialize},
-    _companions,
-)
-"""The override through which the undo logs record writes."""
-
-
-def is_undone_as_a_whole() -> bool:
-    """Whether an undo log around that of an eager step restores everything that it writes."""
-    return len(RECORDED_WRITES.inside()) > 1
+    return restore

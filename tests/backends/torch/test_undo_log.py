@@ -9,7 +9,8 @@ import torch
 from support.torch_steps import DeviceGenerator
 
 from keras_nanguard._backends import current
-from keras_nanguard._backends.torch.undo_log import RECORDED_WRITES, UndoLog
+from keras_nanguard._backends.torch.undo_log import UndoLog
+from keras_nanguard._backends.torch.watching import RECORDED_WRITES
 
 VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 

@@ -326,6 +326,31 @@ def test_gradients_of_a_trial_of_a_line_search():
     assert not all(ends)
 
 
+def test_gradients_that_a_closure_clears_are_given_back():
+    """Those of the good step before it, as if the refused step had not run."""
+    net = network()
+    optimizer, guard = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=2), NanGuard(verbose=0)
+    with guard.watch(net, optimizer):
+
+        @guard.step
+        def step(batch):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        for batch in BATCHES[:4]:
+            step(batch)
+        found = [(p.grad, p.grad.clone()) for p in net.parameters()]
+        step(BATCHES[4] * math.nan)
+        left = [p.grad for p in net.parameters()]
+    assert [incident.step for incident in guard.incidents] == [4]
+    assert all(now is then and torch.equal(now, value) for now, (then, value) in zip(left, found, strict=True))
+
+
 def normalized():
     """A module whose statistics are updated once more, on the batch, after the update."""
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), network())
