@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from keras_nanguard._core.history import JUMP, Growth
 from keras_nanguard._core.incident import rate_of
 from keras_nanguard._core.literals import RESULT_SITES, Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
@@ -26,6 +25,7 @@ from keras_nanguard._diagnose.evidence import (
     OptimizerFacts,
     distinct,
 )
+from keras_nanguard._diagnose.growth import JUMP, Growth
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keras_nanguard._core.history import MAX_RATE, Growth
-from keras_nanguard._core.incident import Finding
+from keras_nanguard._core.incident import MAX_RATE, Finding
 from keras_nanguard._core.literals import LOW
 from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
 from keras_nanguard._core.verdict import LayerRow
+from keras_nanguard._diagnose.growth import Growth
 
 GROWTH = 1e3
 """Growth of loss or gradients since the start above which they count as a reason for the failure.

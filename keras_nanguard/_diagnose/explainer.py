@@ -27,10 +27,10 @@ from keras_nanguard._diagnose.case import Case, Start, at_state, batch_facts, ob
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
 from keras_nanguard._diagnose.exceptions import explain_exception
+from keras_nanguard._diagnose.growth import growth_before
 from keras_nanguard._diagnose.incident_evidence import (
     RunView,
     committed_site,
-    growth,
     incident_evidence,
     is_by_other_code,
     negative_slot,
@@ -214,7 +214,6 @@ def diagnose_step(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
 def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
     train_state, values = run.train_state(), incident.values
-    run.history.start(run.ring.snapshots, train_state.trainable)
     own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
     evidence, refused = incident_evidence(run.model, train_state, incident), incident.refused
     # The whole state was finite after the step before.
@@ -225,7 +224,7 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         if negative := negative_slot(train_state):
             notes = (f"{negative} has negative values, whose roots in the update are NaN.",)
     weights = () if committed_site(incident) else train_state.trainable
-    before = growth(run.history, incident.step, own, weights)
+    before = growth_before(incident.step, run.history, own, weights, _start(run))
     fault = None
     if report is None or report.verdict.finite:
         losses = [value for value in (*before.losses, own[0]) if value == value]

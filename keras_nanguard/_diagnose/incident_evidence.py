@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 from typing import Any, Protocol
 
 import numpy as np
 
 from keras_nanguard._backends import interface
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import Growth, History, sizes
+from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Finding, Incident
 from keras_nanguard._core.literals import LOW, RESULT_SITES
 from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts, RunFacts
@@ -23,11 +22,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
-
-RECENT = 5
-"""Number of last steps that are reported, and from which the magnitude before the incident is
-taken.
-"""
 
 SETTINGS = (
     *("weight_decay", "momentum", "beta_1", "beta_2", "rho", "epsilon"),
@@ -107,53 +101,6 @@ def _bad_before_update(incident: Incident) -> bool:
     """Whether the inputs of the update were already bad, as is possible under `observe`."""
     sites = ("inputs", "outputs", "loss", "gradients")
     return any(f.kind == "nonfinite" and f.site in sites for f in incident.findings)
-
-
-def growth(history: History, step: int, own: tuple[float, float], weights: Sequence[Any]) -> Growth:
-    """Return the history of loss, gradient norm and weights before a step.
-
-    Args:
-        own: loss and gradient norm of the step itself, as far as they are finite.
-        weights: the trainable weights, with their current values.
-    """
-    entries, first = history.before(step), history.first(step)
-    losses = [e.loss for e in entries if math.isfinite(e.loss)]
-    norms = [e.norm for e in entries if math.isfinite(e.norm)]
-    first_losses = _magnitudes(e.loss for e in first)
-    first_norms = _magnitudes(e.norm for e in first)
-    last_losses, last_norms = losses[-RECENT:] + [own[0]], norms[-RECENT:] + [own[1]]
-    found = [(history.weights.get(id(v)), sizes(keras_variables.view(v))) for v in weights]
-    known = [(start, own_size) for start, own_size in found if start is not None]
-    before = math.hypot(*(norm for (norm, _), _ in known))
-    now = math.hypot(*(norm for _, (norm, _) in known))
-    return Growth(
-        steps=len(entries),
-        loss=_factor(first_losses, _magnitudes(last_losses)),
-        norm=_factor(first_norms, _magnitudes(last_norms)),
-        weights=now / before if before > 0 and now > 0 else 1.0,
-        largest_weight=max([0.0, *(largest for _, (_, largest) in found)]),
-        largest_weight_before=max([0.0, *(largest for (_, largest), _ in known)]),
-        losses=tuple(losses[-RECENT:]),
-        norms=tuple(norms[-RECENT:]),
-        jump=history.jump(step),
-    )
-
-
-def _magnitudes(values: Iterable[float]) -> list[float]:
-    """Return the magnitudes of the finite values that are not zero."""
-    return [abs(v) for v in values if math.isfinite(v) and v != 0.0]
-
-
-def _factor(first: list[float], last: list[float]) -> float:
-    """Return the growth factor from the first values to the last ones, relative to the smallest of
-    the first ones.
-
-    A run that diverges at once has no healthy start; its first value is its smallest.
-    """
-    if not first or not last:
-        return 1.0
-    start = first[0] if len(first) < RECENT else min(first[0], median_low(first))
-    return max(last) / start
 
 
 def _with_roles(train_state: TrainState, paths: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -25,11 +25,13 @@ from keras_nanguard._core.errors import (
 )
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import first_line, plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.explainer import diagnose_step
+from keras_nanguard._diagnose.growth import Growth
 from keras_nanguard._diagnose.incident_evidence import incident_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import investigate, replay_step
@@ -215,7 +217,7 @@ def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evi
     """Return the evidence of a step, which always includes that of an eager replay."""
     state = TrainState.of(step.model, step.optimizers)
     evidence = incident_evidence(step.model, state, found.incident)
-    run = dataclasses.replace(evidence.run, growth=found.growth)
+    run = dataclasses.replace(evidence.run, growth=_growth(found))
     evidence = dataclasses.replace(evidence, mode=mode, run=run)
     values = {id(variable): array for variable, array in _pairs(found.start, step)}
     start = (lambda variable: values.get(id(variable))) if values else None
@@ -224,3 +226,12 @@ def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evi
     if not evidence.replay.result:  # what decides needs no replay, but this one is asked for
         evidence = replay_step(dataclasses.replace(case, evidence=evidence)).evidence
     return evidence
+
+
+def _growth(found: Bundle) -> Growth:
+    try:
+        return stored(Growth, found.growth)
+    except ValueError as error:
+        raise BundleError(
+            f"The growth in the bundle cannot be read: {plain_text(error)}"
+        ) from error

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from keras_nanguard._core.data import argument_path
-from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion
 from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.growth import JUMP
 
 PHASES = {
     "forward": "in the forward pass",

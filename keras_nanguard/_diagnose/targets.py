@@ -10,9 +10,9 @@ import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import JUMP
 from keras_nanguard._diagnose.case import Case
 from keras_nanguard._diagnose.evidence import TargetFault
+from keras_nanguard._diagnose.growth import JUMP
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of, losses_by_output, option_of
 

@@ -7,13 +7,13 @@ import pytest
 from support.evidence import changed, evidence_of
 
 from keras_nanguard import Finding
-from keras_nanguard._core.history import JUMP, Growth
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
 from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import EXPONENTIALS, POLES, OptimizerFacts, TargetFault
 from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.growth import JUMP, Growth
 
 NAN, INF = math.nan, math.inf
 
