@@ -98,7 +98,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
             for v in variables or ()
         ],
-        "growth": plain_values.plain(asdict(evidence.run.growth)),
+        "growth": plain_values.plain(asdict(evidence.growth)),
         "mode": evidence.mode,
         "saving": bool(run.access.transaction.learned.updates_first),
         "model": {

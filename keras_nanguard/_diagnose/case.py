@@ -20,7 +20,7 @@ from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness, memory
 from keras_nanguard._core.data import named
 from keras_nanguard._core.observations import NOWHERE
-from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, ReplayFacts, distinct
+from keras_nanguard._diagnose.evidence import Evidence, ReplayFacts, distinct
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -50,28 +50,32 @@ class Case:
     evidence: Evidence
     start: Start | None = None
 
-    def with_(self, **found: Any) -> Case:
-        """Return the case with more evidence."""
-        return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, **found))
+    def with_trials(self, **found: Any) -> Case:
+        """Return the case with these results of trials."""
+        trials = dataclasses.replace(self.evidence.trials, **found)
+        return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, trials=trials))
 
-    def with_run(self, run: ReplayResult, result: str) -> Case:
-        """Return the case with what a replay has shown; `result` is that of `ReplayFacts`."""
-        e, origin = self.evidence, run.origin or NOWHERE
+    def with_run(self, run: ReplayResult, result: str, same_mode: str = "") -> Case:
+        """Return the case with what a replay has shown; for `result` and `same_mode` see
+        `ReplayFacts`.
+        """
+        origin = run.origin or NOWHERE
         if origin.source == "batch":
             name = named(origin.op, keras_layers.input_names(self.step.model))
             origin = dataclasses.replace(origin, op=name)
-        path = run.first_path if run.first else e.bad_path
-        replay = dataclasses.replace(
-            e.replay,
+        replay = ReplayFacts(
             result=result,
             error=run.error,
+            same_mode=same_mode,
+            bad_site=run.first,
+            bad_path=run.first_path,
             origin=origin,
             loss_parts=tuple((name, float(np.mean(v))) for name, v in run.sample_losses),
-            bad_rows=_bad_in_results(run, e.batch.count),
+            bad_rows=_bad_in_results(run, self.evidence.batch.count),
             output_shapes=tuple((path, array.shape) for path, array in run.outputs),
             table=run.rows,
         )
-        return self.with_(bad_site=run.first, bad_path=path, replay=replay)
+        return dataclasses.replace(self, evidence=dataclasses.replace(self.evidence, replay=replay))
 
     def again(self, batch: Any) -> ReplayResult:
         """Run the step once more, in the fastest mode in which it is bad."""
@@ -102,25 +106,6 @@ def tensors(batch: Any) -> Any:
     """Return a batch with its arrays as tensors of the backend."""
     return keras.tree.map_structure(
         lambda value: None if value is None else keras.ops.convert_to_tensor(value), batch
-    )
-
-
-def batch_facts(model: Any, batch: Any) -> BatchFacts:
-    """Return what the batch of a step contains."""
-    names, ids = keras_layers.input_names(model), not keras_layers.takes_floats(model)
-
-    def shown(parts: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(dataclasses.replace(p, name=named(p.name, names)) for p in parts)
-
-    return BatchFacts(
-        count=batches.row_count(batch),
-        inputs_bad=shown(batches.bad(batch, ("inputs",))),
-        targets_bad=batches.bad(batch, ("targets", "sample_weight")),
-        inputs=tuple(
-            dataclasses.replace(p, integer=p.integer and ids)
-            for p in shown(batches.spreads(batch, "inputs"))
-        ),
-        targets=batches.spreads(batch, "targets"),
     )
 
 

@@ -17,10 +17,10 @@ from keras_nanguard._core.errors import GuardError, expected, no_model, require_
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, batch_facts, tensors
+from keras_nanguard._diagnose.case import Case, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.explainer import diagnose_step
-from keras_nanguard._diagnose.incident_evidence import incident_evidence
+from keras_nanguard._diagnose.incident_evidence import known_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._keras import (
@@ -190,13 +190,13 @@ def _evidence(
         findings.append(Finding("predictions", path=path))
     if far:
         findings.append(Finding("statistics", "out_of_range", next(iter(far))))
+    incident = Incident(0, 0, 0, tuple(findings), refused=False)
     evidence = replace(
-        incident_evidence(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
+        known_evidence(step.model, state, incident, batch),
         trials=TrialFacts(
             inference="" if inference.run.error else inference.run.word,
             training="" if training.run.error else training.run.word,
         ),
-        batch=batch_facts(step.model, batch),
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes

@@ -23,21 +23,16 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.case import Case, Start, at_state, batch_facts, obstacle_to
+from keras_nanguard._diagnose.case import Case, Start, at_state, obstacle_to
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
+from keras_nanguard._diagnose.evidence import Evidence, TrialFacts, distinct, left_by_step
 from keras_nanguard._diagnose.exceptions import explain_exception
 from keras_nanguard._diagnose.growth import growth_before
-from keras_nanguard._diagnose.incident_evidence import (
-    RunView,
-    committed_site,
-    incident_evidence,
-    is_by_other_code,
-    negative_slot,
-)
+from keras_nanguard._diagnose.incident_evidence import RunView, batch_facts, known_evidence
+from keras_nanguard._diagnose.optimizers import is_by_other_code, negative_slot
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
 from keras_nanguard._diagnose.targets import negative_loss
-from keras_nanguard._diagnose.trials import investigate
+from keras_nanguard._diagnose.trials import examine
 from keras_nanguard._keras import optimizers as keras_optimizers
 
 FULL = 3
@@ -99,7 +94,7 @@ class Explainer:
             raise
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
-            measured = Evidence(mode=_mode(run)) if earlier is None else None
+            measured = Evidence(incident, _mode(run)) if earlier is None else None
             return Diagnosis("unknown", evidence=(why,)), measured
 
     @np.errstate(all="ignore")  # the values are not finite
@@ -213,35 +208,36 @@ def diagnose_step(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
 
 def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     """Return everything that can be measured about an incident."""
-    train_state, values = run.train_state(), incident.values
-    own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
-    evidence, refused = incident_evidence(run.model, train_state, incident), incident.refused
+    train_state, values, refused = run.train_state(), incident.values, incident.refused
+    batch, start = report and report.batch, _start(run)
+    e = known_evidence(run.model, train_state, incident, batch)
     # The whole state was finite after the step before.
     finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
-    written, notes = bool(evidence.state) and refused and finite_before, tuple[str, ...]()
-    if evidence.bad_site:
-        written = is_by_other_code(run, incident, train_state, evidence.run.optimizers)
+    written, notes = bool(e.state) and refused and finite_before, tuple[str, ...]()
+    if e.bad_site:
+        written = is_by_other_code(e, run.history, train_state)
         if negative := negative_slot(train_state):
             notes = (f"{negative} has negative values, whose roots in the update are NaN.",)
-    weights = () if committed_site(incident) else train_state.trainable
-    before = growth_before(incident.step, run.history, own, weights, _start(run))
+    own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
+    weights = () if left_by_step(incident) else train_state.trainable
+    growth = growth_before(incident.step, run.history, own, weights, start)
     fault = None
     if report is None or report.verdict.finite:
-        losses = [value for value in (*before.losses, own[0]) if value == value]
+        losses = [value for value in (*growth.losses, own[0]) if value == value]
         fault = negative_loss(run.model, losses)
-    evidence = dataclasses.replace(
-        evidence,
-        run=dataclasses.replace(evidence.run, growth=before, written=written),
-        state_fresh=run.step == 0 and not refused,
+    replays = refused and not e.state and batch is not None
+    step = step_of(run)
+    if replays and (obstacle := _obstacle(run, step, batch)):
+        replays, notes = False, (obstacle,)
+    e = dataclasses.replace(
+        e,
         mode=_mode(run),
-        batch=BatchFacts(target_fault=fault),
+        growth=growth,
+        written=written,
+        trials=TrialFacts(target_fault=fault),
         notes=notes,
     )
-    if report is None or report.batch is None:
-        return evidence
-    step = step_of(run)
-    obstacle = _obstacle(run, step, report.batch) if refused and not evidence.state else ""
-    return investigate(Case(step, report.batch, evidence, _start(run)), obstacle)
+    return examine(Case(step, batch, e, start)) if replays else e
 
 
 def _start(run: RunView) -> Start | None:

@@ -141,7 +141,7 @@ def _proof(case: Case, part: batches.Part, valid: Any) -> str:
     with `valid` ones the step is finite, or the loss has only fallen, to below where it has a
     minimum with probabilities as targets. `""` if neither is known.
     """
-    e, growth = case.evidence, case.evidence.run.growth
+    e, growth = case.evidence, case.evidence.growth
     if e.bad_site == "outputs" or not (e.bad_site or e.replay.error):
         return ""
     if valid is not None and valid.shape == tuple(part.value.shape):

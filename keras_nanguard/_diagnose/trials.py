@@ -4,7 +4,6 @@ change and answers one question. A trial runs only if its result can decide the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from keras_nanguard._core import finiteness
 from keras_nanguard._diagnose.case import (
     Case,
     at_state,
-    batch_facts,
     computing_in_float32,
     standardized,
     suspects,
@@ -40,57 +38,33 @@ EARLY = 50
 """Step up to which a failure counts as one of the first steps."""
 
 
-def investigate(case: Case, obstacle: str = "") -> Evidence:
-    """Return the evidence of a case, with the results of a replay and of all trials.
-
-    A committed step is not replayed, nor one whose state was bad before: that decides.
-
-    Args:
-        case: the case, with the evidence that needs no replay.
-        obstacle: why the step cannot be replayed, as a sentence; `""` if it can.
+def examine(case: Case) -> Evidence:
+    """Return the evidence of a case with the results of a replay and, unless its step has committed
+    or its state was bad before, which decides, of all trials.
     """
-    facts = batch_facts(case.step.model, case.batch)
-    fault = case.evidence.batch.target_fault
-    case = case.with_(batch=dataclasses.replace(facts, target_fault=fault))
-    if case.evidence.refused and not case.evidence.state:
-        case = case.with_(notes=(obstacle,)) if obstacle else run_trials(replay_step(case))
-    run = dataclasses.replace(case.evidence.run, constraint=_constraint(case))
-    return case.with_(run=run).evidence
+    case, e = _replayed(case), case.evidence
+    decides = not e.incident.refused or bool(e.state)
+    return (case if decides else run_trials(case)).evidence
 
 
-def replay_step(case: Case) -> Case:
+def _replayed(case: Case) -> Case:
     """Replay the step eagerly and, if that is finite, in the mode in which it was compiled."""
     run, mode = case.step.run(case.batch, observe=True, update=True), case.evidence.mode
-    case = case.with_run(run, run.word)
     if not run.finite:
-        return case
+        return case.with_run(run, run.word)
     again = run if mode == "eager" else case.step.run_compiled(case.batch, jit=mode == "xla")
-    replay = dataclasses.replace(case.evidence.replay, same_mode=again.word)
-    case = case.with_(replay=replay)
-    return case.with_run(again, run.word) if again.first else case
+    return case.with_run(again if again.first else run, run.word, again.word)
 
 
 def run_trials(case: Case) -> Case:
     """Return a replayed case with the problem of its targets and, if the replay is bad, the results
     of all trials.
     """
-    batch = dataclasses.replace(case.evidence.batch, target_fault=target_fault(case))
-    case = case.with_(batch=batch)
+    case = case.with_trials(target_fault=target_fault(case))
     if case.evidence.bad_site and not case.evidence.replay.error:
         for trial in TRIALS:
-            trials = dataclasses.replace(case.evidence.trials, **trial(case))
-            case = case.with_(trials=trials)
+            case = case.with_trials(**trial(case))
     return case
-
-
-def _constraint(case: Case) -> str:
-    """Return the class of the constraint of the first bad weight, `""` if there is none."""
-    if case.evidence.bad_site != "weights":
-        return ""
-    trained = TrainState.of(case.step.model, case.step.optimizers).trainable
-    weight = next((v for v in trained if v.path == case.evidence.bad_path), None)
-    constraint = getattr(weight, "constraint", None)
-    return "" if constraint is None else type(constraint).__name__
 
 
 # The trials
@@ -98,7 +72,7 @@ def _constraint(case: Case) -> str:
 
 def _in_float32(case: Case) -> dict[str, Any]:
     """Is the step finite in float32?"""
-    if not case.evidence.run.low_precision:
+    if not case.evidence.low_precision:
         return {}
     with computing_in_float32(case.step):
         return {"float32": case.step.run(case.batch, update=True).word}
@@ -108,7 +82,7 @@ def _unscaled(case: Case) -> dict[str, Any]:
     """Is the step finite with a loss scale of 1? Only a step of the user scales the loss itself."""
     state, e = TrainState.of(case.step.model, case.step.optimizers), case.evidence
     scales = [scale for scale, _ in state.scales]
-    in_loss = e.bad_site == "loss" and (e.run.loss_scale or 0.0) > SCALE_TOO_HIGH
+    in_loss = e.bad_site == "loss" and (e.loss_scale or 0.0) > SCALE_TOO_HIGH
     if not scales or not (in_loss or e.bad_site == "gradients"):
         return {}
     with preserved(scales):
@@ -131,7 +105,7 @@ def _at_start(case: Case) -> dict[str, Any]:
     e = case.evidence
     if case.start is None or e.batch.inputs_bad or e.batch.targets_bad or e.grown():
         return {}
-    if not 0 < e.step <= EARLY or e.mechanism not in ("exp", "overflow"):
+    if not 0 < e.incident.step <= EARLY or e.mechanism not in ("exp", "overflow"):
         return {}
     with at_state(case.step, case.start):
         return {"at_start": case.again(case.batch).word}
@@ -156,7 +130,7 @@ def _with_scaled_data(case: Case) -> dict[str, Any]:
     """Does training on this batch, from the initial state, diverge only if the data is unscaled?"""
     e, step, start = case.evidence, case.step, case.start
     largest = e.largest.max_abs
-    if start is None or e.step > EARLY or largest < LARGE_DATA:
+    if start is None or e.incident.step > EARLY or largest < LARGE_DATA:
         return {}
     if e.mechanism == "pole" or not e.grown():
         return {}
