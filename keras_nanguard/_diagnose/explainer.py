@@ -225,10 +225,9 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
     if report is None or report.verdict.finite:
         losses = [value for value in (*growth.losses, own[0]) if value == value]
         fault = negative_loss(run.model, losses)
-    replays = refused and not e.state and batch is not None
-    step = step_of(run)
-    if replays and (obstacle := _obstacle(run, step, batch)):
-        replays, notes = False, (obstacle,)
+    step = step_of(run) if refused and not e.state and batch is not None else None
+    if step is not None and (obstacle := _obstacle(run, step, batch)):
+        step, notes = None, (obstacle,)
     e = dataclasses.replace(
         e,
         mode=_mode(run),
@@ -237,7 +236,7 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         trials=TrialFacts(target_fault=fault),
         notes=notes,
     )
-    return examine(Case(step, batch, e, start)) if replays else e
+    return e if step is None else examine(Case(step, batch, e, start))
 
 
 def _start(run: RunView) -> Start | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
@@ -22,8 +23,14 @@ from keras_nanguard._diagnose.case import (
     suspects,
 )
 from keras_nanguard._diagnose.causes import SCALE_TOO_HIGH
-from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence
-from keras_nanguard._diagnose.targets import target_fault
+from keras_nanguard._diagnose.evidence import HUGE_DATA, LARGE_DATA, Evidence, TargetFault
+from keras_nanguard._diagnose.growth import JUMP
+from keras_nanguard._diagnose.targets import (
+    classes_of,
+    negative_loss,
+    rejected,
+    targets_by_loss,
+)
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -60,7 +67,7 @@ def run_trials(case: Case) -> Case:
     """Return a replayed case with the problem of its targets and, if the replay is bad, the results
     of all trials.
     """
-    case = case.with_trials(target_fault=target_fault(case))
+    case = case.with_trials(target_fault=_targets(case))
     if case.evidence.bad_site and not case.evidence.replay.error:
         for trial in TRIALS:
             case = case.with_trials(**trial(case))
@@ -68,6 +75,45 @@ def run_trials(case: Case) -> Case:
 
 
 # The trials
+
+
+def _targets(case: Case) -> TargetFault | None:
+    """Return the first problem of the targets, with the proof that it is the reason for the
+    failure; the outputs have the shapes of a replay if it has any.
+    """
+    model = case.step.model
+    outputs = case.evidence.replay.output_shapes or keras_layers.output_shapes(model)
+    found = targets_by_loss(model, case.batch, outputs)
+    for output, loss, part, shape in found:
+        wrong = None if part is None else rejected(loss, part.array, classes_of(loss, shape))
+        if part is not None and wrong is not None:
+            output, proof = output if len(found) > 1 else "", _proof(case, part, wrong.valid)
+            return TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
+    return None
+
+
+def _proof(case: Case, part: batches.Part, valid: finiteness.Array) -> str:
+    """Return why the targets in a part of the batch are the reason for the failure, as a sentence:
+    with `valid` ones the step is finite, or the loss has only fallen, to below where it has a
+    minimum with probabilities as targets. `""` if neither is known.
+    """
+    e, growth = case.evidence, case.evidence.growth
+    if e.bad_site == "outputs" or not (e.bad_site or e.replay.error):
+        return ""
+    if valid.shape == tuple(part.value.shape):
+        given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
+
+        def corrected(role: str, value: Any) -> Any:
+            return given if role == part.role and value is part.value else value
+
+        if case.again(batches.mapped(case.batch, corrected)).finite:
+            return "With targets in the range of the loss the same step is finite."
+    farthest = max(growth.losses, key=abs, default=0.0)
+    # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
+    large = (v for v in growth.losses if abs(v) * growth.loss > JUMP * abs(farthest))
+    first = next(large, farthest)
+    negative = negative_loss(case.step.model, [first]) if e.grown() else None
+    return "" if negative is None else negative.proof
 
 
 def _in_float32(case: Case) -> dict[str, Any]:
