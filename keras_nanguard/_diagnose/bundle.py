@@ -34,7 +34,7 @@ from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.incident_evidence import RunView
+from keras_nanguard._diagnose.gathering import RunView
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
 from keras_nanguard._files.formats.limits import MAX_JSON

@@ -20,7 +20,7 @@ from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
 from keras_nanguard._diagnose.explainer import diagnose_step
-from keras_nanguard._diagnose.incident_evidence import known_evidence
+from keras_nanguard._diagnose.gathering import known_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
 from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._keras import (

@@ -31,8 +31,8 @@ from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
 from keras_nanguard._diagnose.explainer import diagnose_step
+from keras_nanguard._diagnose.gathering import known_evidence
 from keras_nanguard._diagnose.growth import Growth
-from keras_nanguard._diagnose.incident_evidence import known_evidence
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
 from keras_nanguard._diagnose.trials import examine
 from keras_nanguard._files.bundles import Bundle, read
