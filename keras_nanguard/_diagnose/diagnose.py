@@ -21,12 +21,11 @@ from keras_nanguard._core.errors import (
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
+from keras_nanguard._diagnose.examination import Case, run_trials, tensors
 from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.gathering import known_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
-from keras_nanguard._diagnose.trials import run_trials
 from keras_nanguard._files.recalibrate import estimated
 from keras_nanguard._keras import (
     arrays as keras_arrays,

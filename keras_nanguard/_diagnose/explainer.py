@@ -19,9 +19,9 @@ from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.case import at_state
 from keras_nanguard._diagnose.causes import decide
 from keras_nanguard._diagnose.evidence import Evidence, distinct
+from keras_nanguard._diagnose.examination import at_state
 from keras_nanguard._diagnose.exceptions import explain_exception
 from keras_nanguard._diagnose.gathering import (
     RunView,

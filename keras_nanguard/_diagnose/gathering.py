@@ -17,7 +17,6 @@ from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import LOW
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._diagnose.case import Case, Start, obstacle_to
 from keras_nanguard._diagnose.evidence import (
     BatchFacts,
     Evidence,
@@ -25,10 +24,10 @@ from keras_nanguard._diagnose.evidence import (
     bad_before,
     left_by_step,
 )
+from keras_nanguard._diagnose.examination import Case, Start, examine, obstacle_to
 from keras_nanguard._diagnose.growth import growth_before
 from keras_nanguard._diagnose.optimizers import is_by_other_code, negative_slot, optimizer_facts
 from keras_nanguard._diagnose.targets import negative_loss
-from keras_nanguard._diagnose.trials import examine
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,

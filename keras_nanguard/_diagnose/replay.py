@@ -28,13 +28,18 @@ from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import first_line, plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.examination import (
+    Case,
+    computing_in_float32,
+    examine,
+    obstacle_to,
+    tensors,
+)
 from keras_nanguard._diagnose.explainer import diagnose_step
 from keras_nanguard._diagnose.gathering import known_evidence
 from keras_nanguard._diagnose.growth import Growth
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
-from keras_nanguard._diagnose.trials import examine
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
