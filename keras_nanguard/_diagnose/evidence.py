@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keras_nanguard._core.incident import MAX_RATE, Finding, Incident
+from keras_nanguard._core.incident import MAX_RATE, Incident
 from keras_nanguard._core.literals import LOW, RESULT_SITES
 from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
 from keras_nanguard._core.verdict import LayerRow
@@ -188,21 +188,6 @@ class TrialFacts:
     training: str = ""
 
 
-def bad_before(incident: Incident) -> list[Finding]:
-    """Return the findings in the state before the step, or before a validation or prediction."""
-    found = [f for f in incident.findings if f.site == "state"]
-    if found or not any(site in RESULT_SITES for site in incident.sites):
-        return found
-    return [f for f in incident.findings if f.site in ("weights", "statistics")]
-
-
-def left_by_step(incident: Incident) -> str:
-    """Return the first bad site in the state that a committed step has left, `""` if none."""
-    kinds = ("nonfinite", "explosion", "out_of_range")
-    bad = {f.site for f in incident.findings if f.kind in kinds and not incident.refused}
-    return next((site for site in ("weights", "slots") if site in bad), "")
-
-
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything that was measured about one incident; what was not measured is `None` or empty.
@@ -235,6 +220,25 @@ class Evidence:
     notes: tuple[str, ...] = ()
 
     @property
+    def paths_before(self) -> list[str]:
+        """Paths of the findings in the state before the step, or before a validation or
+        prediction.
+        """
+        sites = self.incident.sites
+        own: tuple[str, ...] = ("state",)
+        if "state" not in sites and any(site in RESULT_SITES for site in sites):
+            own = ("weights", "statistics")
+        return [f.path for f in self.incident.findings if f.site in own]
+
+    @property
+    def left_by_step(self) -> str:
+        """First bad site in the state that a committed step has left, `""` if none."""
+        kinds = ("nonfinite", "explosion", "out_of_range")
+        bad = {f.site for f in self.incident.findings if f.kind in kinds}
+        left = (site for site in ("weights", "slots") if site in bad)
+        return "" if self.incident.refused else next(left, "")
+
+    @property
     def bad_site(self) -> str:
         """First bad site of the replay; without a replay `"weights"` or `"slots"` of the state that
         a committed step has left, unless what the update reads was bad, too, as under `observe`;
@@ -243,7 +247,7 @@ class Evidence:
         read = ("inputs", "outputs", "loss", "gradients")
         if self.replay.bad_site or any(self.found(site, "nonfinite") for site in read):
             return self.replay.bad_site
-        return left_by_step(self.incident)
+        return self.left_by_step
 
     @property
     def bad_path(self) -> str:

@@ -17,13 +17,7 @@ from keras_nanguard._core.history import History
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.literals import LOW
 from keras_nanguard._core.verdict import Report
-from keras_nanguard._diagnose.evidence import (
-    BatchFacts,
-    Evidence,
-    TrialFacts,
-    bad_before,
-    left_by_step,
-)
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, TrialFacts
 from keras_nanguard._diagnose.examination import Case, Start, examine, obstacle_to
 from keras_nanguard._diagnose.growth import growth_before
 from keras_nanguard._diagnose.optimizers import is_by_other_code, negative_slot, optimizer_facts
@@ -76,12 +70,12 @@ def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
         written = is_by_other_code(e, run.history, train_state)
         if negative := negative_slot(train_state):
             notes = (f"{negative} has negative values, whose roots in the update are NaN.",)
-    weights = () if left_by_step(incident) else train_state.trainable
-    growth = growth_before(incident, run.history, weights, start)
+    weights = () if e.left_by_step else train_state.trainable
+    own = (incident.values.get("loss", math.nan), e.gradient_norm)
+    growth = growth_before(incident.step, run.history, own, weights, start)
     fault = None
     if report is None or report.verdict.finite:
-        losses = [*growth.losses, incident.values.get("loss", math.nan)]
-        fault = negative_loss(run.model, losses)
+        fault = negative_loss(run.model, [*growth.losses, own[0]])
     step = step_of(run) if refused and not e.state and batch is not None else None
     if step is not None and (obstacle := obstacle_of(run, step, batch)):
         step, notes = None, (obstacle,)
@@ -105,12 +99,13 @@ def known_evidence(
         train_state: its state, before a refused step or after a committed one.
         batch: the arguments of the step, `None` if they are not known.
     """
-    state = _with_roles(train_state, (f.path for f in bad_before(incident)))
+    e = Evidence(incident)
+    state = _with_roles(train_state, e.paths_before)
     # A state that is bad before a refused step may be due to the rate of the step before.
-    counted = bool(left_by_step(incident) or (state and incident.refused))
+    counted = bool(e.left_by_step or (state and incident.refused))
     constraints = ((v.path, getattr(v, "constraint", None)) for v in train_state.trainable)
-    return Evidence(
-        incident,
+    return dataclasses.replace(
+        e,
         state=state,
         optimizers=tuple(optimizer_facts(o, counted) for o in train_state.optimizers),
         constraints={path: type(c).__name__ for path, c in constraints if c is not None},

@@ -10,7 +10,6 @@ from typing import Any
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import History, Measured
-from keras_nanguard._core.incident import Incident
 from keras_nanguard._core.json_records import STORED
 from keras_nanguard._keras import variables as keras_variables
 
@@ -55,25 +54,24 @@ class Growth:
 
 
 def growth_before(
-    incident: Incident,
+    step: int,
     history: History,
+    own: tuple[float, float],
     weights: Sequence[Any],
     start: Callable[[Any], Any] | None,
 ) -> Growth:
-    """Return the history of loss, gradient norm and weights before a step, with
-    loss and gradient norm of the step itself, as far as they are finite.
+    """Return the history of loss, gradient norm and weights before a step.
 
     Args:
+        own: loss and gradient norm of the step itself, as far as they are finite.
         weights: the trainable weights, with their current values.
         start: returns the value of a weight before the first step, `None` if it had none.
     """
-    step = incident.step
     entries, first = history.before(step), history.first(step)
     losses = [e.loss for e in entries if math.isfinite(e.loss)]
     norms = [e.norm for e in entries if math.isfinite(e.norm)]
     first_losses = _magnitudes(e.loss for e in first)
     first_norms = _magnitudes(e.norm for e in first)
-    own = (incident.values.get(name, math.nan) for name in ("loss", "gradient_norm"))
     last_losses, last_norms = ([*v[-RECENT:], last] for v, last in zip((losses, norms), own))
     present = [finiteness.sizes(keras_variables.view(v)) for v in weights]
     initial = [None if start is None else start(v) for v in weights]
