@@ -27,6 +27,10 @@ _NATIVE = frozenset("fdbBhHiIlLqQ?")
 _SMALL = 4096
 """Number of entries up to which comparing each of them is faster than a dot product."""
 
+_MIN_EXACT = 1e-20
+"""A sum of squares between this and its inverse has neither overflowed nor underflowed in
+float32."""
+
 _PIECE = 1 << 18
 """Number of entries that are checked at a time. More would need memory without being faster."""
 
@@ -115,6 +119,23 @@ def counts(array: Any) -> tuple[int, int, int]:
 def largest(array: Any) -> float:
     """Return the largest magnitude of a finite array, 0 if it is empty or not of a float dtype."""
     return max((float(np.abs(piece).max()) for piece in _pieces(array)), default=0.0)
+
+
+def sizes(array: Array) -> tuple[float, float]:
+    """Return the norm and the largest magnitude of an array."""
+    wide = widen(array)
+    if wide.dtype.kind not in "fc" or not wide.size:
+        return 0.0, 0.0
+    with np.errstate(all="ignore"):
+        flat = wide.ravel()
+        ends = (flat.max(), flat.min()) if flat.dtype.kind == "f" else flat
+        largest = float(np.abs(ends).max())
+        squares, unit = float(np.vdot(flat, flat).real), 1.0
+        if not _MIN_EXACT < squares < 1.0 / _MIN_EXACT and 0.0 < largest < math.inf:
+            scaled, unit = flat / largest, largest
+            squares = float(np.vdot(scaled, scaled).real)
+    norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf
+    return (norm if math.isfinite(norm) else math.inf), largest
 
 
 def _pieces(array: Any) -> Iterator[Array]:

@@ -15,16 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice, takewhile
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from keras_nanguard._core import finiteness
-from keras_nanguard._core.json_records import STORED
 from keras_nanguard._core.verdict import gradient_norm
 
 WINDOW = 16
@@ -90,21 +85,11 @@ def onset(series: Sequence[tuple[int, float]]) -> int:
     return began
 
 
-MAX_RATE = 1e3
-"""Learning rate of a schedule above which the schedule is wrong."""
-
 BEFORE = 128
 """Number of the last steps that a diagnosis compares."""
 
 LONG = 4096
 """Number of steps that are stored."""
-
-JUMP = 20.0
-"""Rise of the loss over its lowest value before, above which gradients of zero are a divergence."""
-
-_MIN_EXACT = 1e-20
-"""A sum of squares between this and its inverse has neither overflowed nor underflowed in
-float32."""
 
 START_STEPS = 5
 """Number of steps from which the initial magnitude is taken."""
@@ -124,53 +109,20 @@ class Measured(NamedTuple):
         return gradient_norm(self.squares, self.scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How loss, gradient norm and weights have grown before a step.
-
-    Attributes:
-        steps: number of good steps in the history.
-        loss: ratio of the last loss to the first ones; 1.0 if it is not defined.
-        norm: ratio of the last gradient norm to the first ones.
-        weights: ratio of the norm of all trainable weights to their norm at the start, 1.0 if
-            unknown.
-        largest_weight: largest magnitude of these weights now.
-        largest_weight_before: largest magnitude of these weights at the start.
-        losses: the last few losses.
-        norms: the last few gradient norms.
-        jump: the largest rise of the loss over its lowest value before, as a factor, and the step
-            of it.
-    """
-
-    __pydantic_config__ = STORED
-
-    steps: int = 0
-    loss: float = 1.0
-    norm: float = 1.0
-    weights: float = 1.0
-    largest_weight: float = 0.0
-    largest_weight_before: float = 0.0
-    losses: tuple[float, ...] = ()
-    norms: tuple[float, ...] = ()
-    jump: tuple[float, int] = (1.0, 0)
-
-
 class History:
     """The measurements of the last good steps that no rollback has undone, and the first few.
 
     Attributes:
         statistics, updated: the sums over the moving statistics, and over weights and slots, in the
             last good step (see `Verdict`), whether it was undone or not.
-        weights: `(norm, largest magnitude)` of each trainable weight at the start, by `id`.
     """
 
-    __slots__ = ("_first", "_recent", "statistics", "updated", "weights")
+    __slots__ = ("_first", "_recent", "statistics", "updated")
 
     def __init__(self) -> None:
         self._first: list[Measured] = []
         self._recent: deque[Measured] = deque(maxlen=LONG)
         self.statistics = self.updated = 0.0
-        self.weights: dict[int, tuple[float, float]] = {}
 
     def push(
         self,
@@ -189,14 +141,6 @@ class History:
         self._recent.append(measured)
         if step < START_STEPS:
             self._first.append(measured)
-
-    def start(self, snapshots: Iterable[Any], weights: Iterable[Any]) -> None:
-        """Store the initial magnitude of these weights, while the first snapshot is still
-        available."""
-        first = next((s for s in snapshots if s.step == 0), None)
-        if first is not None and not self.weights:
-            known = [(id(v), first.value(v)) for v in weights]
-            self.weights = {key: sizes(array) for key, array in known if array is not None}
 
     @property
     def scale(self) -> float:
@@ -231,41 +175,7 @@ class History:
         """Return the first good steps before this one."""
         return [measured for measured in self._first[:START_STEPS] if measured.step < step]
 
-    def jump(self, step: int) -> tuple[float, int]:
-        """Return the largest rise of the loss over its lowest value before, and the step at which
-        it occurred."""
-        best, low = (1.0, 0), math.inf
-        entries = self.before(step)
-        oldest = entries[0].step if entries else step
-        for number, loss, _, _ in self.first(oldest) + entries:
-            if loss < 0.0:  # a ratio of losses of different signs has no meaning
-                return 1.0, 0
-            if not 0.0 < loss < math.inf:  # neither NaN nor zero
-                continue
-            if loss < low:
-                low = loss
-            elif loss / low > best[0]:
-                best = (loss / low, number)
-        return best
-
     def zeros(self, step: int, count: int) -> bool:
         """Whether each of the last `count` steps had a gradient of exactly zero, and a loss."""
         entries = self.before(step)[-count:]
         return len(entries) == count and all(m.loss != 0.0 and m.squares == 0.0 for m in entries)
-
-
-def sizes(array: finiteness.Array) -> tuple[float, float]:
-    """Return the norm and the largest magnitude of an array."""
-    wide = finiteness.widen(array)
-    if wide.dtype.kind not in "fc" or not wide.size:
-        return 0.0, 0.0
-    with np.errstate(all="ignore"):
-        flat = wide.ravel()
-        ends = (flat.max(), flat.min()) if flat.dtype.kind == "f" else flat
-        largest = float(np.abs(ends).max())
-        squares, unit = float(np.vdot(flat, flat).real), 1.0
-        if not _MIN_EXACT < squares < 1.0 / _MIN_EXACT and 0.0 < largest < math.inf:
-            scaled, unit = flat / largest, largest
-            squares = float(np.vdot(scaled, scaled).real)
-    norm = unit * math.sqrt(squares) if squares >= 0.0 else math.inf
-    return (norm if math.isfinite(norm) else math.inf), largest

@@ -166,6 +166,9 @@ class Diagnosis:
         return f"Diagnosis({self.cause!r}{more})"
 
 
+MAX_RATE = 1e3
+"""Learning rate of a schedule above which the schedule is wrong."""
+
 _RATE = "/learning_rate"
 
 

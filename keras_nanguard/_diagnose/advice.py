@@ -43,7 +43,7 @@ def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
     arrays = (*e.batch.inputs_bad, *e.batch.targets_bad)
     data = dict.fromkeys(repr(argument_path(part.name)) for part in arrays)
     culprit, hint, one = _culprit(e, v), _hint(e), len(v.samples) == 1
-    rate = e.run.optimizers[0].learning_rate if e.run.optimizers else None
+    rate = e.optimizers[0].learning_rate if e.optimizers else None
     return {
         "culprit": culprit,
         "layer_class": e.replay.origin.layer_class,
@@ -53,14 +53,14 @@ def _names(e: Evidence, v: Conclusion) -> dict[str, Any]:
         "their": "its" if one else "their",
         "hint": f": {hint}" if hint else ".",
         "tenth": "a tenth of it" if rate is None else f"{rate * 0.1:.1g}",
-        "constraint": e.run.constraint,
+        "constraint": e.constraint,
     }
 
 
 def _items(e: Evidence) -> dict[str, list[dict[str, Any]]]:
     """Return what a sentence is repeated for: the names and conditions of each."""
     return {
-        "optimizers": [_about(optimizer) for optimizer in e.run.optimizers],
+        "optimizers": [_about(optimizer) for optimizer in e.optimizers],
         "raw_inputs": _raw_inputs(e),
         "columns": _whole_columns(e),
     }
@@ -68,9 +68,9 @@ def _items(e: Evidence) -> dict[str, list[dict[str, Any]]]:
 
 def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
     """Return which conditions hold; the observation that decided is one of them."""
-    origin, optimizers = e.replay.origin, e.run.optimizers
-    untrained = not e.run.growth.steps and origin.phase == "forward"
-    low = origin.dtype if origin.dtype in LOW else e.run.low_precision
+    origin, optimizers = e.replay.origin, e.optimizers
+    untrained = not e.growth.steps and origin.phase == "forward"
+    low = origin.dtype if origin.dtype in LOW else e.low_precision
     return {
         **{word: word == v.because for word in BECAUSE},
         "hinted": bool(_hint(e)),
@@ -81,7 +81,7 @@ def _conditions(e: Evidence, v: Conclusion) -> dict[str, bool]:
         "bfloat16": low == "bfloat16",
         "scaled": any(o.scaled for o in optimizers),
         "clips": any(o.clips for o in optimizers),
-        "steep": not e.run.gradient_norm < MAX_NORM,
+        "steep": not e.gradient_norm < MAX_NORM,
         "own": any(o.own for o in optimizers),
         "epsilons": all(o.epsilon is None or o.epsilon_in_dtype for o in optimizers),
         "untrained": v.because == "recurrence" and untrained,

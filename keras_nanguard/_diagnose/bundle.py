@@ -34,7 +34,7 @@ from keras_nanguard._core.incident import BUNDLES, Diagnosis, Incident
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.incident_evidence import RunView
+from keras_nanguard._diagnose.gathering import RunView
 from keras_nanguard._diagnose.sentences import layer_table
 from keras_nanguard._files import bundles
 from keras_nanguard._files.formats.limits import MAX_JSON
@@ -98,7 +98,7 @@ def _fill(folder: Path, run: RunView, incident: Incident, batch: Any, evidence: 
             {"path": str(v.path), "dtype": str(v.dtype), "shape": [int(n) for n in v.shape]}
             for v in variables or ()
         ],
-        "growth": plain_values.plain(asdict(evidence.run.growth)),
+        "growth": plain_values.plain(asdict(evidence.growth)),
         "mode": evidence.mode,
         "saving": bool(run.access.transaction.learned.updates_first),
         "model": {

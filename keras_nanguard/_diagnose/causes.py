@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from keras_nanguard._core.history import JUMP, Growth
 from keras_nanguard._core.incident import rate_of
 from keras_nanguard._core.literals import RESULT_SITES, Cause
 from keras_nanguard._core.observations import BACKWARD, BadArray
@@ -26,6 +25,7 @@ from keras_nanguard._diagnose.evidence import (
     OptimizerFacts,
     distinct,
 )
+from keras_nanguard._diagnose.growth import JUMP, Growth
 
 SCALE_TOO_HIGH = 2.0**24
 """Loss scale above which every ordinary gradient overflows in float16."""
@@ -106,15 +106,15 @@ def _bad_state(e: Evidence) -> Conclusion | None:
     if not e.state:
         return None
     path, _ = e.state[0]
-    if e.refused:
+    if e.incident.refused:
         if (rate := _unbounded_rate(e)) is not None:
             return rate
-        if not e.found("state", "nonfinite") and e.run.growth.jump[0] >= GROWTH:
+        if not e.found("state", "nonfinite") and e.growth.jump[0] >= GROWTH:
             return Conclusion("divergence", path, confidence=EXPLAINED)
     outside = any(site in e.kinds for site in RESULT_SITES)
     if outside and all(role == "statistics" for _, role in e.state):
         return Conclusion("batchnorm_statistics", path)
-    because: Because = "written" if e.run.written else ""
+    because: Because = "written" if e.written else ""
     return Conclusion("state_nonfinite", path, confidence=SEEN, because=because)
 
 
@@ -135,7 +135,7 @@ def _modes(e: Evidence) -> Conclusion | None:
 
 def _committed(e: Evidence) -> Conclusion | None:
     """Findings in committed steps, which no replay has confirmed: their kind decides."""
-    if e.replay.result or e.refused:
+    if e.replay.result or e.incident.refused:
         return None
     kinds = e.kinds
     path, statistics = e.bad_path, kinds.get("statistics")
@@ -152,7 +152,7 @@ def _committed(e: Evidence) -> Conclusion | None:
         return Conclusion("loss_scale_collapsed")
     if kinds.get("gradients") == "stuck":
         return _dead(e)
-    if (fault := e.batch.target_fault) is not None:
+    if (fault := e.trials.target_fault) is not None:
         return Conclusion("target_out_of_range", fault.loss, fault.rows, EXPLAINED)
     if "explosion" in kinds.values():
         return Conclusion("divergence", path, confidence=EXPLAINED)
@@ -161,7 +161,7 @@ def _committed(e: Evidence) -> Conclusion | None:
 
 def _dead(e: Evidence) -> Conclusion:
     """Gradients that are exactly zero, in a model with float16."""
-    if e.run.growth.jump[0] >= JUMP:
+    if e.growth.jump[0] >= JUMP:
         return Conclusion("divergence", e.bad_path, confidence=EXPLAINED, because="dead")
     return Conclusion("float16_underflow", e.bad_path, confidence=POSSIBLE, because="dead")
 
@@ -173,7 +173,7 @@ def _invalid_scale(e: Evidence) -> Conclusion | None:
     """The loss scale is 0, negative or not finite. A replay is finite, because the refusal has
     replaced the scale.
     """
-    if e.run.loss_scale is None or 0.0 < e.run.loss_scale < math.inf:
+    if e.loss_scale is None or 0.0 < e.loss_scale < math.inf:
         return None
     return Conclusion("loss_scale_collapsed", confidence=SEEN)
 
@@ -229,7 +229,7 @@ def _targets(e: Evidence) -> Conclusion | None:
     """The loss does not accept the targets, and it is proven that this makes the step bad or has
     made training diverge.
     """
-    fault = e.batch.target_fault
+    fault = e.trials.target_fault
     if fault is None or not fault.proof:
         return None
     return Conclusion("target_out_of_range", fault.loss, fault.rows)
@@ -239,7 +239,7 @@ def _scale(e: Evidence) -> Conclusion | None:
     """The loss scale is above `SCALE_TOO_HIGH`, and the step is finite with a scale of 1; or it is
     below 1, the gradients are bad, and they are not known to be bad with a scale of 1.
     """
-    scale, of_gradients = e.run.loss_scale, e.bad_site in ("gradients", "")
+    scale, of_gradients = e.loss_scale, e.bad_site in ("gradients", "")
     if scale is None:
         return None
     if scale > SCALE_TOO_HIGH and e.trials.unscaled == "finite":
@@ -254,18 +254,18 @@ def _low_precision(e: Evidence) -> Conclusion | None:
     divergence. A pole is an underflow, unless only the gradient has it and no zero explains it.
     bfloat16 has the range of float32: it can only underflow.
     """
-    if not e.run.low_precision or e.trials.float32 != "finite":
+    if not e.low_precision or e.trials.float32 != "finite":
         return None
     if e.bad_site in ("weights", "slots"):
         return None
     how = e.mechanism
-    grown = e.run.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
+    grown = e.growth.weights >= MIN_WEIGHT_GROWTH and not _of_rows(e)
     if how in ("overflow", "exp") and grown:
         return None
     by_zero = any(o.zero for o in e.replay.origin.operands)
     if how == "pole" and (e.bad_site != "gradients" or by_zero):
         return Conclusion("float16_underflow", e.place, e.trials.rows)
-    if e.run.low_precision == "bfloat16":
+    if e.low_precision == "bfloat16":
         return None
     return Conclusion("float16_overflow", e.place, e.trials.rows)
 
@@ -292,15 +292,15 @@ def _update(e: Evidence) -> Conclusion | None:
         return None
     if (found := _unbounded_rate(e) or _input_scale(e)) is not None:
         return found
-    if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.run.optimizers)):
+    if e.grown(10 * GROWTH) and not any(map(_divides_by_zero, e.optimizers)):
         return Conclusion("divergence", e.bad_path, confidence=EXPLAINED)
-    by_optimizer = any(o.own for o in e.run.optimizers)
+    by_optimizer = any(o.own for o in e.optimizers)
     own_code = e.replay.origin.line and not by_optimizer
-    if e.run.constraint and (e.run.written or own_code):
+    if e.constraint and (e.written or own_code):
         return Conclusion("optimizer_domain", e.bad_path, because="constraint")
-    if e.run.written:
+    if e.written:
         # Gradients are finite, so the update has carried NaN from the slots into the weights.
-        slots = (f.path for f in e.findings if (f.site, f.kind) == ("slots", "nonfinite"))
+        slots = (f.path for f in e.incident.findings if (f.site, f.kind) == ("slots", "nonfinite"))
         place = next(slots, e.bad_path)
         return Conclusion("state_nonfinite", place, confidence=EXPLAINED, because="written")
     return Conclusion("optimizer_domain", e.bad_path, confidence=EXPLAINED)
@@ -308,7 +308,7 @@ def _update(e: Evidence) -> Conclusion | None:
 
 def _unbounded_rate(e: Evidence) -> Conclusion | None:
     """A learning rate is not finite or, from a schedule, far too high."""
-    for o in e.run.optimizers:
+    for o in e.optimizers:
         if o.rate_is_bad and (o.scheduled or not o.rate_is_finite):
             place = rate_of(o.name)
             return Conclusion("optimizer_domain", place, confidence=SEEN, because="rate")
@@ -341,7 +341,7 @@ def _blown(e: Evidence) -> bool:
     """Whether the growth explains the bad value: a pole or an exponential requires weights that
     have grown.
     """
-    how, growth = e.mechanism, e.run.growth
+    how, growth = e.mechanism, e.growth
     if how == "pole":
         far = growth.weights >= MIN_WEIGHT_GROWTH and max(growth.loss, growth.norm) >= GROWTH
         return far or growth.weights >= FAR
@@ -356,7 +356,7 @@ def _of_rows(e: Evidence) -> bool:
     """Whether a few rows explain the bad value: without them the step is finite, and no growth is
     more than that of ordinary training, in which weights grow while the loss falls.
     """
-    growth = e.run.growth
+    growth = e.growth
     ordinary = max(growth.loss, growth.norm) < JUMP and growth.weights < FAR
     return e.trials.without_rows == "finite" and e.few(e.trials.rows) and ordinary
 
@@ -371,7 +371,7 @@ def _moved_too_far(e: Evidence) -> bool:
     """Whether the first steps moved the weights so far that the whole batch overflows, which it did
     not initially.
     """
-    far = e.trials.at_start == "finite" and e.run.growth.weights >= 1.5
+    far = e.trials.at_start == "finite" and e.growth.weights >= 1.5
     return far and e.mechanism in ("exp", "overflow") and not _of_rows(e)
 
 
@@ -386,9 +386,9 @@ def _input_scale(e: Evidence) -> Conclusion | None:
     a Normalization layer; or this layer divides by zero.
     """
     origin, largest = e.replay.origin, e.largest
-    squares = e.bad_site == "slots" and e.run.gradient_norm >= MAX_NORM  # of a committed step
+    squares = e.bad_site == "slots" and e.gradient_norm >= MAX_NORM  # of a committed step
     outliers = next((s.outliers for s in (*e.batch.inputs, *e.batch.targets) if s.outliers), ())
-    by_rows = squares and e.few(outliers) and _was_steady(e.run.growth)
+    by_rows = squares and e.few(outliers) and _was_steady(e.growth)
     if (_overflows(e) or squares) and (by_rows or not e.grown()) and largest.max_abs >= HUGE_DATA:
         return Conclusion("input_scale", largest.name, e.trials.rows or outliers, EXPLAINED)
     if _overflows(e) and _normalized(e):
@@ -454,8 +454,8 @@ def _masked(e: Evidence) -> bool:
 
 def _committed_growth(e: Evidence) -> Conclusion | None:
     """NaN or Inf in a committed step that was not replayed, after growth."""
-    nonfinite = any(finding.kind == "nonfinite" for finding in e.findings)
-    if e.replay.result == "" and not e.refused and e.grown() and nonfinite:
+    nonfinite = any(finding.kind == "nonfinite" for finding in e.incident.findings)
+    if e.replay.result == "" and not e.incident.refused and e.grown() and nonfinite:
         return Conclusion("divergence", e.bad_path, confidence=POSSIBLE)
     return None
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -13,16 +11,22 @@ import numpy as np
 
 from keras_nanguard._backends.shared.replay import ReplayableStep, ReplayResult
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.errors import GuardError, expected, no_model, require_keras_3
+from keras_nanguard._core.errors import (
+    GuardError,
+    StateLostError,
+    expected,
+    no_model,
+    require_keras_3,
+)
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.plain_values import first_line, plain
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, batch_facts, tensors
 from keras_nanguard._diagnose.evidence import Evidence, TrialFacts
+from keras_nanguard._diagnose.examination import Case, run_trials, tensors
 from keras_nanguard._diagnose.explainer import diagnose_step
-from keras_nanguard._diagnose.incident_evidence import incident_evidence
+from keras_nanguard._diagnose.gathering import known_evidence
 from keras_nanguard._diagnose.sentences import layer_table, raised
-from keras_nanguard._diagnose.trials import run_trials
+from keras_nanguard._files.recalibrate import estimated
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     layers as keras_layers,
@@ -30,7 +34,6 @@ from keras_nanguard._keras import (
     variables as keras_variables,
 )
 from keras_nanguard._keras.layers import named_outputs
-from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
 
 FORMAT = 1
@@ -143,15 +146,12 @@ class _Pass(NamedTuple):
         step: the same, to be run again.
         run: its result; of a forward pass the site `"outputs"` is bad if an output is.
         outputs: the outputs of a forward pass, `None` if it raised.
-        far: of a pass in training mode, the layers whose moving statistics are wrong: the Keras
-            path of each moving variance, with a sentence.
     """
 
     name: str
     step: ReplayableStep
     run: ReplayResult
     outputs: Any = None
-    far: Mapping[str, str] = {}
 
 
 def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
@@ -181,7 +181,8 @@ def _evidence(
     step: ReplayableStep, batch: Any, inference: _Pass, training: _Pass, shown: _Pass
 ) -> Evidence:
     """Return the evidence of one pass, with the results of both modes and the bad state."""
-    far, state, run = training.far, TrainState.of(step.model, step.optimizers), shown.run
+    far = {} if training.run.error else _far(step, batch[0][0])
+    state, run = TrainState.of(step.model, step.optimizers), shown.run
     checked = (*state.trainable, *state.statistics, *state.slots)
     bad = [v.path for v in checked if not keras_variables.is_finite(v)]
     findings = [Finding("state", path=path) for path in bad]
@@ -190,13 +191,13 @@ def _evidence(
         findings.append(Finding("predictions", path=path))
     if far:
         findings.append(Finding("statistics", "out_of_range", next(iter(far))))
+    incident = Incident(0, 0, 0, tuple(findings), refused=False)
     evidence = replace(
-        incident_evidence(step.model, state, Incident(0, 0, 0, tuple(findings), refused=False)),
+        known_evidence(step.model, state, incident, batch),
         trials=TrialFacts(
             inference="" if inference.run.error else inference.run.word,
             training="" if training.run.error else training.run.word,
         ),
-        batch=batch_facts(step.model, batch),
         notes=tuple(far.values()),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
@@ -208,32 +209,21 @@ def _evidence(
 
 def _forward(step: ReplayableStep, batch: Any, training: bool) -> _Pass:
     """Run the forward pass of a step's model once in one mode."""
-    model, seen, far = step.model, {}, dict[str, str]()
-    norms = keras_layers.batchnorms(model) if training else []
-    before, calls = [_moments(layer) for layer in norms], Counter[int]()
-
-    def counted(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        calls[id(layer)] += 1
-        return call(*args, **kwargs)
+    model, seen = step.model, {}
 
     def body(data: Any) -> Any:
-        with Overrides() as overrides:
-            for layer in norms:  # training mode does not read their statistics, and adds to them
-                keras_variables.write(layer.moving_mean, np.zeros(layer.moving_mean.shape))
-                keras_variables.write(layer.moving_variance, np.zeros(layer.moving_variance.shape))
-                overrides.set(layer, "call", partial(counted, layer, layer.call))
-            seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
-        for layer, old in zip(norms, before):
-            far.update(_far(layer, old, calls[id(layer)]))
+        seen["outputs"] = model(data[0], **keras_layers.mode(model, training))
         return seen["outputs"]
 
     forward = ReplayableStep(body, model, step.optimizers, losses=_float_arrays)
     run = forward.run(batch, observe=True)
-    bad = run.first == "loss"  # the outputs, in place of losses
-    place = run.origin.culprit if bad and run.origin is not None else ""
-    run = replace(run, first="outputs" if bad else "", first_path=place)
+    if run.first == "loss":  # the outputs, in place of losses
+        place = "" if run.origin is None else run.origin.culprit
+        run = replace(run, first="outputs", first_path=place)
+    elif run.first:  # statistics that were bad before
+        run = replace(run, first="", first_path="", origin=None)
     name = f"the forward pass in {'training' if training else 'inference'} mode"
-    return _Pass(name, forward, run, seen.get("outputs"), dict(far))
+    return _Pass(name, forward, run, seen.get("outputs"))
 
 
 def _arrays(outputs: Any) -> list[Any]:
@@ -245,38 +235,47 @@ def _float_arrays(outputs: Any) -> list[Any]:
     return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
 
 
-def _moments(layer: Any) -> tuple[finiteness.Array, finiteness.Array]:
-    mean, variance = map(keras_variables.read, (layer.moving_mean, layer.moving_variance))
-    return mean.astype(np.float64), variance.astype(np.float64)
-
-
-def _far(
-    layer: Any, before: tuple[finiteness.Array, finiteness.Array], calls: int
-) -> dict[str, str]:
-    """Return path and sentence of the moving variance of a layer if its moving statistics are far
-    from those of the batch; else nothing.
-
-    A pass in training mode has just added the statistics of the batch to zeros, in each call.
+def _far(step: ReplayableStep, x: Any) -> dict[str, str]:
+    """Return the path of each moving variance whose layer has moving statistics far from those of
+    the inputs `x`, with a sentence.
     """
-    share = 1.0 - float(layer.momentum) ** calls
-    (mean, variance), (own_mean, own_variance) = before, _moments(layer)
-    if share <= 0.0 or not layer.trainable or not own_variance.any():
+    layers = [layer for layer in keras_layers.batchnorms(step.model) if layer.trainable]
+    if not layers:
         return {}
-    own_mean, own_variance = own_mean / share, own_variance / share
+    try:
+        with step.preserved():
+            own = {id(v): value for v, value in estimated(step.model, layers, [x])[1]}
+    except StateLostError:
+        raise
+    except Exception:  # noqa: BLE001  a custom model may not run this way, or its inputs are bad
+        return {}
+    sentences = ((layer.moving_variance.path, _distance(layer, own)) for layer in layers)
+    return {path: sentence for path, sentence in sentences if sentence}
+
+
+def _distance(layer: Any, own: Mapping[int, finiteness.Array]) -> str:
+    """Return how far the moving statistics of a layer are from its `own` ones in the batch, by the
+    `id` of the variable, as a sentence; `""` if they are not.
+    """
+    variables = (layer.moving_mean, layer.moving_variance)
+    if any(id(v) not in own for v in variables):  # it was not called
+        return ""
+    mean, variance = (keras_variables.read(v).astype(np.float64) for v in variables)
+    own_mean, own_variance = (own[id(v)].astype(np.float64) for v in variables)
+    if not own_variance.any():
+        return ""
     # A channel that is constant in the batch, such as a dead one, says nothing about its variance.
     known = np.where(own_variance > 0.0, own_variance, np.maximum(variance, 0.0)) + layer.epsilon
     ratio = (variance + layer.epsilon) / known
     away = np.abs(mean - own_mean) / np.sqrt(known)
-    collapsed = ratio < 1 / MAX_VARIANCE_RATIO
-    wrong = (ratio > MAX_VARIANCE_RATIO) | collapsed | (away > MAX_MEAN_DEVIATIONS)
+    wrong = (ratio > MAX_VARIANCE_RATIO) | (ratio < 1 / MAX_VARIANCE_RATIO)
+    wrong |= away > MAX_MEAN_DEVIATIONS
     if not wrong.any():
-        return {}
+        return ""
     worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
-    path = layer.moving_variance.path
-    sentence = (
-        f"{path} is far from the statistics of the batch in"
+    return (
+        f"{layer.moving_variance.path} is far from the statistics of the batch in"
         f" {int(wrong.sum())} of {wrong.size} channels. Channel {worst} has moving mean"
         f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
         f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
     )
-    return {path: sentence}

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from keras_nanguard._core.history import MAX_RATE, Growth
-from keras_nanguard._core.incident import Finding
-from keras_nanguard._core.literals import LOW
+from keras_nanguard._core.incident import MAX_RATE, Incident
+from keras_nanguard._core.literals import LOW, RESULT_SITES
 from keras_nanguard._core.observations import NOWHERE, BadArray, Origin, Spread
 from keras_nanguard._core.verdict import LayerRow
+from keras_nanguard._diagnose.growth import Growth
 
 GROWTH = 1e3
 """Growth of loss or gradients since the start above which they count as a reason for the failure.
@@ -125,6 +125,9 @@ class ReplayFacts:
         result: of the eager replay: `"bad"`, `"finite"`, `"failed"`, or `""` if there was none.
         same_mode: the same of a replay in the mode of the step. If it is bad and the eager one is
             not, the other fields are of this one.
+        bad_site: first bad site: `"loss"`, `"statistics"`, `"gradients"`, `"weights"`, `"slots"`,
+            or of a forward pass `"outputs"`; `""` if none is bad.
+        bad_path: path of the variable there, or of the layer with a bad output.
         origin: the operation that produced the first bad value, `NOWHERE` if unknown.
         loss_parts: name and value of each part of the loss.
         bad_rows: rows of the batch whose loss is bad, or else whose output is; none if all are.
@@ -135,6 +138,8 @@ class ReplayFacts:
     result: str = ""
     error: str = ""
     same_mode: str = ""
+    bad_site: str = ""
+    bad_path: str = ""
     origin: Origin = NOWHERE
     loss_parts: tuple[tuple[str, float], ...] = ()
     bad_rows: tuple[int, ...] = ()
@@ -156,7 +161,6 @@ class BatchFacts:
     targets_bad: tuple[BadArray, ...] = ()
     inputs: tuple[Spread, ...] = ()
     targets: tuple[Spread, ...] = ()
-    target_fault: TargetFault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class TrialFacts:
     """The results of replays with one change, `"finite"`, `"bad"`, or `""` if there was none.
 
     Attributes:
+        target_fault: targets that the loss does not accept, `None` if there are none.
         unscaled: with a loss scale of 1.
         rescaled: with inputs and targets scaled to unit magnitude.
         at_start: with the initial state in place of the current one.
@@ -172,6 +177,7 @@ class TrialFacts:
         training: the same in training mode, if both were measured.
     """
 
+    target_fault: TargetFault | None = None
     float32: str = ""
     unscaled: str = ""
     rescaled: str = ""
@@ -183,72 +189,103 @@ class TrialFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The configuration of the run, and its course before the step.
-
-    Attributes:
-        growth: the history before the step.
-        gradient_norm: global gradient norm of the step, NaN if unknown.
-        written: whether the update cannot have produced the bad weights or slots, because all of
-            its numbers are moderate, or because they were finite after the step before.
-        constraint: class of the constraint of the bad weight, which is applied after its update;
-            `""` if it has none.
-        low_precision: lowest float dtype that a layer computes in.
-    """
-
-    growth: Growth = field(default_factory=Growth)
-    optimizers: tuple[OptimizerFacts, ...] = ()
-    gradient_norm: float = math.nan
-    written: bool = False
-    constraint: str = ""
-    loss_scale: float | None = None
-    low_precision: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything that was measured about one incident; what was not measured is `None` or empty.
 
     Attributes:
-        findings: the findings of the incident, in causal order.
-        state: paths of variables that were bad before the step, with their roles.
-        state_fresh: whether they were bad before training began.
+        incident: the incident, without its diagnosis.
         mode: how the step was compiled: `"eager"`, `"graph"`, `"xla"`.
-        bad_site: first bad site of the replay: `"loss"`, `"statistics"`, `"gradients"`,
-            `"weights"`, `"slots"`, or of a forward pass `"outputs"`; without a replay `"weights"`
-            or `"slots"` of the state that a committed step has left; `""` if none is bad.
-        bad_path: path of the variable there, or of the layer with a bad output; without a bad
-            replay the first path in the findings.
+        state: paths of variables that were bad before the step, with their roles.
+        optimizers: the optimizers of the step.
+        constraints: class of the constraint of each weight that has one, by path. It is applied
+            after the update.
+        low_precision: lowest float dtype that a layer computes in, `""` if that is float32.
+        growth: the history before the step.
+        written: whether the update cannot have produced the bad weights or slots, because all of
+            its numbers are moderate, or because they were finite after the step before.
         notes: further observations, as sentences.
     """
 
-    step: int = 0
-    refused: bool = True
-    findings: tuple[Finding, ...] = ()
-    state: tuple[tuple[str, str], ...] = ()
-    state_fresh: bool = False
+    incident: Incident
     mode: str = ""
-    bad_site: str = ""
-    bad_path: str = ""
-    replay: ReplayFacts = ReplayFacts()
+    state: tuple[tuple[str, str], ...] = ()
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    low_precision: str = ""
+    growth: Growth = field(default_factory=Growth)
+    written: bool = False
     batch: BatchFacts = BatchFacts()
+    replay: ReplayFacts = ReplayFacts()
     trials: TrialFacts = TrialFacts()
-    run: RunFacts = RunFacts()
     notes: tuple[str, ...] = ()
+
+    @property
+    def paths_before(self) -> list[str]:
+        """Paths of the findings in the state before the step, or before a validation or
+        prediction.
+        """
+        sites = self.incident.sites
+        own: tuple[str, ...] = ("state",)
+        if "state" not in sites and any(site in RESULT_SITES for site in sites):
+            own = ("weights", "statistics")
+        return [f.path for f in self.incident.findings if f.site in own]
+
+    @property
+    def left_by_step(self) -> str:
+        """First bad site in the state that a committed step has left, `""` if none."""
+        kinds = ("nonfinite", "explosion", "out_of_range")
+        bad = {f.site for f in self.incident.findings if f.kind in kinds}
+        left = (site for site in ("weights", "slots") if site in bad)
+        return "" if self.incident.refused else next(left, "")
+
+    @property
+    def bad_site(self) -> str:
+        """First bad site of the replay; without a replay `"weights"` or `"slots"` of the state that
+        a committed step has left, unless what the update reads was bad, too, as under `observe`;
+        `""` if none is bad.
+        """
+        read = ("inputs", "outputs", "loss", "gradients")
+        if self.replay.bad_site or any(self.found(site, "nonfinite") for site in read):
+            return self.replay.bad_site
+        return self.left_by_step
+
+    @property
+    def bad_path(self) -> str:
+        """Path of the variable there, or of the layer with a bad output; without a bad replay the
+        first path in the findings.
+        """
+        if self.replay.bad_site:
+            return self.replay.bad_path
+        return next((f.path for f in self.incident.findings if f.path), "")
+
+    @property
+    def constraint(self) -> str:
+        """Class of the constraint of the bad weight, `""` if it has none."""
+        return self.constraints.get(self.bad_path, "") if self.bad_site == "weights" else ""
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the step, NaN if unknown."""
+        return self.incident.values.get("gradient_norm", math.nan)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Loss scale of the step, `None` without one."""
+        return self.incident.values.get("loss_scale")
 
     @property
     def kinds(self) -> dict[str, str]:
         """The kind of the first finding at each site."""
-        return {finding.site: finding.kind for finding in reversed(self.findings)}
+        return {finding.site: finding.kind for finding in reversed(self.incident.findings)}
 
     def found(self, site: str, kind: str) -> bool:
         """Whether there is a finding of this kind at this site."""
-        return any((f.site, f.kind) == (site, kind) for f in self.findings)
+        return any((f.site, f.kind) == (site, kind) for f in self.incident.findings)
 
     @property
     def value(self) -> float | None:
         """The value of the first finding that has one, such as a moving variance."""
-        return next((f.value for f in self.findings if f.value is not None), None)
+        return next((f.value for f in self.incident.findings if f.value is not None), None)
 
     @property
     def mechanism(self) -> str:
@@ -285,7 +322,7 @@ class Evidence:
 
     def grown(self, factor: float = GROWTH) -> bool:
         """Whether loss, gradients or weights have grown over the previous steps."""
-        growth = self.run.growth
+        growth = self.growth
         return growth.steps >= 1 and (
             growth.weights >= MIN_WEIGHT_GROWTH or growth.loss >= factor or growth.norm >= factor
         )

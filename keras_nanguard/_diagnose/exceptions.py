@@ -14,7 +14,13 @@ from keras_nanguard._core.incident import Diagnosis, Finding
 from keras_nanguard._core.literals import Cause
 from keras_nanguard._diagnose.causes import SEEN, SHOWN
 from keras_nanguard._diagnose.sentences import at_rows
-from keras_nanguard._diagnose.targets import INDICES, classes_of, rejected, targets_by_loss
+from keras_nanguard._diagnose.targets import (
+    INDICES,
+    LossTargets,
+    classes_of,
+    rejected,
+    targets_by_loss,
+)
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of
 
@@ -73,32 +79,42 @@ def _class_index(
     """
     found = targets_by_loss(model, batch, keras_layers.output_shapes(model))
     sparse = [one for one in found if len(found) == 1 or "sparse" in one.loss.name]
-    culprit, width = str(sparse[0].loss.name) if sparse else "loss", 0
-    rows: tuple[int, ...] = ()
+    culprit, rows = str(sparse[0].loss.name) if sparse else "loss", tuple[int, ...]()
     seen = f"The targets contain class index {index}; the model has no such class."
-    for _, loss, part, shape in sparse:
-        classes = classes_of(loss, shape)
-        if high not in (0, classes):
+    valid = "classes - 1"
+    for one in sparse:
+        classes = classes_of(one.loss, one.shape)
+        targets = _class_indices(one, classes, index, labels if len(sparse) == 1 else None)
+        if targets is None or high not in (0, classes):
             continue
-        custom = class_of(loss) not in INDICES
-        targets = None if part is None else part.array
-        per_row = math.prod(length or 0 for length in shape[1:]) // max(classes, 1)
-        if targets is None and labels and per_row and len(sparse) == 1:
-            targets = np.array(labels[1].split(), int).reshape(-1, per_row)
-        if targets is not None and custom and index:  # it may ignore others
-            targets = np.where(targets == int(index), targets, 0)
-        known = SPARSE if custom else loss
-        wrong = None if targets is None else rejected(known, targets, classes)
-        if wrong is not None:
-            culprit, width, rows = str(loss.name), classes, wrong.rows
+        loss = one.loss if class_of(one.loss) in INDICES else SPARSE
+        if (wrong := rejected(loss, targets, classes)) is not None:
+            culprit, rows = str(one.loss.name), wrong.rows
             seen = f"The targets contain {wrong.clause}, in {at_rows(rows)}."
+            valid = str(classes - 1) if classes else valid
             break
-    valid = f"from 0 to {width - 1}" if width else "from 0 to classes - 1"
     on_gpu = "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead."
-    advice = f"Give {culprit!r} class indices {valid}, or make the last layer wider."
+    advice = f"Give {culprit!r} class indices from 0 to {valid}, or make the last layer wider."
     finding = Finding("targets", "out_of_range")
     cause: Cause = "target_out_of_range"
     return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), SEEN)
+
+
+def _class_indices(
+    one: LossTargets, classes: int, index: str, labels: re.Match[str] | None
+) -> np.ndarray[Any, Any] | None:
+    """Return the class indices that a loss was given, `None` if they are not known; of a custom
+    loss, which may ignore others, the one that the message names and zeros.
+    """
+    per_row = math.prod(length or 0 for length in one.shape[1:]) // max(classes, 1)
+    if one.part is not None:
+        targets = one.part.array
+    elif labels and per_row:
+        targets = np.array(labels[1].split(), int).reshape(-1, per_row)
+    else:
+        return None
+    custom = class_of(one.loss) not in INDICES
+    return np.where(targets == int(index), targets, 0) if custom and index else targets
 
 
 def _entry(model: Any, batch: Any, message: str) -> Explained:

@@ -1,4 +1,4 @@
-"""From an incident to its diagnosis: replays the refused step, gathers evidence, and decides.
+"""From an incident to its diagnosis: gathers evidence, which replays the refused step, and decides.
 
 Every replay restores the state from before it. Nothing else here can break training: an error
 inside becomes evidence of the cause `unknown`. If the state cannot be restored, training ends.
@@ -7,49 +7,37 @@ inside becomes evidence of the cause `unknown`. If the state cannot be restored,
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import current
-from keras_nanguard._backends.shared.batches import takes_iterator
 from keras_nanguard._backends.shared.faults import without_faults
-from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.errors import StateLostError
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import NAMES_DATA, causes_with
 from keras_nanguard._core.verdict import Report
 from keras_nanguard._diagnose.advice import advice
-from keras_nanguard._diagnose.case import Case, Start, at_state, batch_facts, obstacle_to
 from keras_nanguard._diagnose.causes import decide
-from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, distinct
+from keras_nanguard._diagnose.evidence import Evidence, distinct
+from keras_nanguard._diagnose.examination import at_state
 from keras_nanguard._diagnose.exceptions import explain_exception
-from keras_nanguard._diagnose.incident_evidence import (
+from keras_nanguard._diagnose.gathering import (
     RunView,
-    committed_site,
-    growth,
-    incident_evidence,
-    is_by_other_code,
-    negative_slot,
+    batch_facts,
+    gather,
+    mode_of,
+    obstacle_of,
+    start_of,
+    step_of,
 )
 from keras_nanguard._diagnose.sentences import data_sentences, sentences
-from keras_nanguard._diagnose.targets import negative_loss
-from keras_nanguard._diagnose.trials import investigate
-from keras_nanguard._keras import optimizers as keras_optimizers
 
 FULL = 3
 """Incidents of one streak that are diagnosed in full; later ones with the same findings reuse the
 result.
 """
-
-ITERATOR = (
-    "The step reads from an iterator, so a replay would take another batch from it. Pass the batch"
-    " to the step as an argument."
-)
-"""Why a step is not replayed."""
 
 MAX_FULL = 20
 """Incidents with the same findings that are diagnosed in full in one fit, streaks or not."""
@@ -99,7 +87,7 @@ class Explainer:
             raise
         except Exception as error:  # noqa: BLE001  a diagnosis that fails must not end training
             why = f"The diagnosis failed: {type(error).__name__}: {error}"
-            measured = Evidence(mode=_mode(run)) if earlier is None else None
+            measured = Evidence(incident, mode_of(run)) if earlier is None else None
             return Diagnosis("unknown", evidence=(why,)), measured
 
     @np.errstate(all="ignore")  # the values are not finite
@@ -134,10 +122,10 @@ class Explainer:
         """
         run = self.run
         try:
-            step, start = step_of(run), _start(run)
+            step, start = step_of(run), start_of(run)
             if report is None or report.batch is None or start is None:
                 return False
-            if _obstacle(run, step, report.batch):
+            if obstacle_of(run, step, report.batch):
                 return False
             with without_faults(run.model), at_state(step, start):
                 return step.run(report.batch, update=update).word == "bad"
@@ -209,73 +197,3 @@ def diagnose_step(model: Any, evidence: Evidence, batch: Any) -> Diagnosis:
     failed = evidence.replay.result == "failed"
     found = explain_exception(model, evidence.replay.error, batch) if failed else None
     return conclude(evidence) if found is None else found[1]
-
-
-def gather(run: RunView, incident: Incident, report: Report | None) -> Evidence:
-    """Return everything that can be measured about an incident."""
-    train_state, values = run.train_state(), incident.values
-    run.history.start(run.ring.snapshots, train_state.trainable)
-    own = (values.get("loss", math.nan), values.get("gradient_norm", math.nan))
-    evidence, refused = incident_evidence(run.model, train_state, incident), incident.refused
-    # The whole state was finite after the step before.
-    finite_before = [good for good, _ in run.history.last(1)] == [incident.step - 1]
-    written, notes = bool(evidence.state) and refused and finite_before, tuple[str, ...]()
-    if evidence.bad_site:
-        written = is_by_other_code(run, incident, train_state, evidence.run.optimizers)
-        if negative := negative_slot(train_state):
-            notes = (f"{negative} has negative values, whose roots in the update are NaN.",)
-    weights = () if committed_site(incident) else train_state.trainable
-    before = growth(run.history, incident.step, own, weights)
-    fault = None
-    if report is None or report.verdict.finite:
-        losses = [value for value in (*before.losses, own[0]) if value == value]
-        fault = negative_loss(run.model, losses)
-    evidence = dataclasses.replace(
-        evidence,
-        run=dataclasses.replace(evidence.run, growth=before, written=written),
-        state_fresh=run.step == 0 and not refused,
-        mode=_mode(run),
-        batch=BatchFacts(target_fault=fault),
-        notes=notes,
-    )
-    if report is None or report.batch is None:
-        return evidence
-    step = step_of(run)
-    obstacle = _obstacle(run, step, report.batch) if refused and not evidence.state else ""
-    return investigate(Case(step, report.batch, evidence, _start(run)), obstacle)
-
-
-def _start(run: RunView) -> Start | None:
-    """Return the state before the first step, `None` if it was not kept."""
-    return None if run.ring.start is None else run.ring.start.value
-
-
-def _obstacle(run: RunView, step: ReplayableStep, batch: Any) -> str:
-    """Return why the step of a run cannot be replayed, as a sentence; `""` if it can."""
-    reads = run.access.reads_iterator or takes_iterator(batch)
-    return ITERATOR if reads else obstacle_to(step)
-
-
-def step_of(run: RunView) -> ReplayableStep:
-    """Return the step of a run, to be run again."""
-    transaction, traced = run.access.transaction, run.train_state().optimizers
-    return ReplayableStep(
-        transaction.replayed,
-        run.model,
-        # A compiled step keeps an optimizer that the model has no more, an eager replay does not.
-        list(dict.fromkeys((*traced, *keras_optimizers.find_optimizers(run.model)))),
-        updates_first=transaction.learned.updates_first,
-        losses=transaction.losses,
-        untracked=list(transaction.learned.untracked.values()),
-        tolerated=run.tolerated,
-        judged=transaction.judged,
-    )
-
-
-def _mode(run: RunView) -> str:
-    """Return the mode in which a guarded step runs, `"eager"` if it cannot be replayed in that
-    mode.
-    """
-    uncompiled = "eager" if getattr(run.model, "run_eagerly", False) else "graph"
-    mode = "xla" if run.access.transaction.jit else uncompiled
-    return mode if mode in current.replay().MODES else "eager"

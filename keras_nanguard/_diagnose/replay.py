@@ -25,14 +25,21 @@ from keras_nanguard._core.errors import (
 )
 from keras_nanguard._core.finiteness import Array
 from keras_nanguard._core.incident import Diagnosis, Incident
+from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import first_line, plain, plain_text
 from keras_nanguard._core.verdict import LayerRow
-from keras_nanguard._diagnose.case import Case, computing_in_float32, obstacle_to, tensors
 from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.examination import (
+    Case,
+    computing_in_float32,
+    examine,
+    obstacle_to,
+    tensors,
+)
 from keras_nanguard._diagnose.explainer import diagnose_step
-from keras_nanguard._diagnose.incident_evidence import incident_evidence
+from keras_nanguard._diagnose.gathering import known_evidence
+from keras_nanguard._diagnose.growth import Growth
 from keras_nanguard._diagnose.sentences import RESULTS, layer_table
-from keras_nanguard._diagnose.trials import investigate, replay_step
 from keras_nanguard._files.bundles import Bundle, read
 from keras_nanguard._files.formats.limits import refuse_missing
 from keras_nanguard._files.loading import refuse_legacy
@@ -214,13 +221,17 @@ def _another(what: str, received: object) -> BundleError:
 def _evidence(found: Bundle, step: ReplayableStep, batch: Any, mode: str) -> Evidence:
     """Return the evidence of a step, which always includes that of an eager replay."""
     state = TrainState.of(step.model, step.optimizers)
-    evidence = incident_evidence(step.model, state, found.incident)
-    run = dataclasses.replace(evidence.run, growth=found.growth)
-    evidence = dataclasses.replace(evidence, mode=mode, run=run)
+    known = known_evidence(step.model, state, found.incident, batch)
+    known = dataclasses.replace(known, mode=mode, growth=_growth(found))
     values = {id(variable): array for variable, array in _pairs(found.start, step)}
     start = (lambda variable: values.get(id(variable))) if values else None
-    case = Case(step, batch, evidence, start)
-    evidence = investigate(case)
-    if not evidence.replay.result:  # what decides needs no replay, but this one is asked for
-        evidence = replay_step(dataclasses.replace(case, evidence=evidence)).evidence
-    return evidence
+    return examine(Case(step, batch, known, start))
+
+
+def _growth(found: Bundle) -> Growth:
+    try:
+        return stored(Growth, found.growth)
+    except ValueError as error:
+        raise BundleError(
+            f"The growth in the bundle cannot be read: {plain_text(error)}"
+        ) from error

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 from keras_nanguard._core.data import argument_path
-from keras_nanguard._core.history import JUMP
 from keras_nanguard._core.literals import causes_with
 from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._core.plain_values import one_line
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion
-from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, OptimizerFacts
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence, OptimizerFacts, TargetFault
+from keras_nanguard._diagnose.growth import JUMP
 
 PHASES = {
     "forward": "in the forward pass",
@@ -53,7 +53,7 @@ def sentences(e: Evidence, conclusion: Conclusion) -> tuple[str, ...]:
         e.notes if conclusion.because == "divergence" else (),
         _origin(e, conclusion),
         _findings(e),
-        data_sentences(e.batch),
+        data_sentences(e.batch, e.trials.target_fault),
         _history(e, conclusion),
         _reruns(e),
         _optimizers(e, conclusion),
@@ -67,8 +67,9 @@ def _state(e: Evidence) -> Iterator[str]:
     if e.state:
         listed = ", ".join(f"{path} ({role})" for path, role in e.state[:4])
         more = f" and {len(e.state) - 4} more" if len(e.state) > 4 else ""
-        when = " already before this step" if e.refused else ""
-        when = " before the first step" if e.state_fresh else when
+        when = " already before this step" if e.incident.refused else ""
+        fresh = "state" in e.incident.sites and "predictions" not in e.incident.sites
+        when = " before the first step" if fresh and not e.incident.refused else when
         finite = e.found("state", "out_of_range") and not e.found("state", "nonfinite")
         what = "finite, but so large that sums overflow," if finite else "NaN or Inf"
         yield f"{listed}{more}: {what}{when}."
@@ -81,15 +82,15 @@ def _origin(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     if e.bad_site:
         path = f" ({e.bad_path})" if e.bad_path else ""
         reached = "The bad value reaches" if e.replay.result else "The step left it in"
-        if e.replay.result and e.refused:
+        if e.replay.result and e.incident.refused:
             reached = "A replay on the unchanged state reproduces it in"
         yield f"{reached} {SITES.get(e.bad_site, e.bad_site)}{path}."
     if conclusion.because == "written" and e.state:
         yield "It was finite after the step before, so other code has written it since."
-    elif conclusion.because in ("written", "constraint") and e.run.written:
-        names = " and ".join(dict.fromkeys(facts.name for facts in e.run.optimizers))
+    elif conclusion.because in ("written", "constraint") and e.written:
+        names = " and ".join(dict.fromkeys(facts.name for facts in e.optimizers))
         by_constraint = conclusion.because == "constraint"
-        writer = f"the constraint {e.run.constraint}" if by_constraint else "other code"
+        writer = f"the constraint {e.constraint}" if by_constraint else "other code"
         place = "it" if conclusion.culprit == e.bad_path else conclusion.culprit
         yield (
             f"With these gradients, rates, weights and slots the update of {names} stays finite, so"
@@ -152,14 +153,14 @@ def _operand(operand: Operand) -> str:
     return f"magnitudes up to {operand.max_abs:.3g}" + (f", with {holds}" if holds else "")
 
 
-def data_sentences(batch: BatchFacts) -> Iterator[str]:
-    """Yield what is unusual about the batch, in sentences."""
+def data_sentences(batch: BatchFacts, fault: TargetFault | None = None) -> Iterator[str]:
+    """Yield what is unusual about the batch, in sentences, and what is wrong with its targets."""
     for part in (*batch.inputs_bad, *batch.targets_bad):
         column = "" if part.column is None else f" in column {part.column}"
         rows = f", in {at_rows(part.rows)}" if part.rows else ""
         rows = ", in every row" if len(part.rows) == batch.count else rows
         yield f"{argument_path(part.name)!r} contains {_counts(part.nan, part.inf)}{column}{rows}."
-    if (fault := batch.target_fault) is not None:
+    if fault is not None:
         output = f" of output {fault.output!r}" if fault.output else ""
         rows = f" in {at_rows(fault.rows)}" if fault.rows else ""
         contain = f"The targets{output} contain {fault.words}{rows}"
@@ -185,7 +186,7 @@ def at_rows(rows: Sequence[int]) -> str:
 
 
 def _history(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
-    g = e.run.growth
+    g = e.growth
     large = max(g.loss, g.norm) >= 10.0
     if g.losses and (large or conclusion.cause == "divergence"):
         losses = ", ".join(f"{value:.3g}" for value in g.losses)
@@ -225,7 +226,7 @@ def _reruns(e: Evidence) -> Iterator[str]:
         yield "An eager replay of the step is finite."
     if e.replay.same_mode:
         yield f"A replay in the mode of the step ({e.mode}) {RESULTS[e.replay.same_mode]}."
-    if e.replay.error and e.refused:
+    if e.replay.error and e.incident.refused:
         yield f"The replay of the step raised {raised(e.replay.error)}."
 
 
@@ -240,7 +241,7 @@ def raised(error: str) -> str:
 def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
     relevant = conclusion.cause in OF_RATES
     of_update = conclusion.cause == "optimizer_domain"
-    for o in e.run.optimizers:
+    for o in e.optimizers:
         if o.rate_is_bad and o.iteration is not None:
             rate = f"{o.learning_rate:.3g} at iteration {o.iteration}"
             yield f"The learning rate of {o.name} was {rate}."
@@ -252,12 +253,12 @@ def _optimizers(e: Evidence, conclusion: Conclusion) -> Iterator[str]:
         if o.epsilon and rounded is not None and rounded < o.epsilon / 2:
             dtype = f"{o.dtype}, the dtype of the weights"
             yield f"epsilon={o.epsilon:g} rounds to {rounded:g} in {dtype}."
-    if of_update and math.isfinite(e.run.gradient_norm):
-        least = "at least " if e.run.gradient_norm >= LARGEST_NORM else ""
-        yield f"The gradient norm of this step was {least}{e.run.gradient_norm:.3g}."
+    if of_update and math.isfinite(e.gradient_norm):
+        least = "at least " if e.gradient_norm >= LARGEST_NORM else ""
+        yield f"The gradient norm of this step was {least}{e.gradient_norm:.3g}."
     of_scale = conclusion.cause in ("loss_scale_collapsed", "float16_overflow")
-    if e.run.loss_scale is not None and of_scale:
-        yield f"The loss scale was {e.run.loss_scale:g}."
+    if e.loss_scale is not None and of_scale:
+        yield f"The loss scale was {e.loss_scale:g}."
 
 
 def _settings(facts: OptimizerFacts) -> str:

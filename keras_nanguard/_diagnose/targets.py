@@ -1,17 +1,14 @@
-"""Which targets a loss does not accept, and whether they are the reason for a failure."""
+"""Which targets a loss does not accept."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import JUMP
-from keras_nanguard._diagnose.case import Case
 from keras_nanguard._diagnose.evidence import TargetFault
 from keras_nanguard._keras import layers as keras_layers
 from keras_nanguard._keras.losses import class_of, losses_by_output, option_of
@@ -47,13 +44,12 @@ class Rejected(NamedTuple):
     Attributes:
         rows: their rows.
         clause: what is wrong, as a clause.
-        valid: all targets, with the nearest that the loss accepts in place of these; `None` if
-            other targets would not help.
+        valid: all targets, with the nearest that the loss accepts in place of these.
     """
 
     rows: tuple[int, ...]
     clause: str
-    valid: finiteness.Array | None = None
+    valid: finiteness.Array
 
 
 ROUNDING = 4
@@ -83,7 +79,7 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
     if kind in PROBABILITIES:
         wrong = (wide < -error) | (wide > 1 + error)
         words = "{:g} instead of a probability from 0 to 1"
-        return _first(wide, wrong, words, wide.clip(0, 1)) or _smoothed(loss)
+        return _first(wide, wrong, words, wide.clip(0, 1))
     if kind in _NOT_NEGATIVE:
         return _first(wide, wide < -error, "the negative number {:g}", wide.clip(0))
     return None
@@ -106,58 +102,6 @@ def _first(wide: Any, wrong: Any, words: str, valid: Any) -> Rejected | None:
     rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
     clause = words.format(wide[wrong].flat[0])
     return Rejected(tuple(map(int, rows)), clause, np.where(wrong, valid, wide))
-
-
-def _smoothed(loss: Any) -> Rejected | None:
-    """Return a label smoothing that makes negative probabilities."""
-    smoothing = getattr(loss, "label_smoothing", 0.0)
-    if not isinstance(smoothing, (int, float)) or 0.0 <= smoothing <= 1.0:
-        return None
-    clause = f"label_smoothing={smoothing:g}, which makes negative probabilities"
-    return Rejected((), clause)
-
-
-# Of a step
-
-
-def target_fault(case: Case) -> TargetFault | None:
-    """Return the first problem of the targets, given the shapes of the outputs of a replay if it
-    has any, and the proof that it is the reason for the failure.
-    """
-    model = case.step.model
-    outputs = case.evidence.replay.output_shapes or keras_layers.output_shapes(model)
-    found = targets_by_loss(model, case.batch, outputs)
-    for output, loss, part, shape in found:
-        width = classes_of(loss, shape)
-        wrong = None if part is None else rejected(loss, part.array, width)
-        if part is not None and wrong is not None:
-            output, proof = output if len(found) > 1 else "", _proof(case, part, wrong.valid)
-            return TargetFault(str(loss.name), output, wrong.rows, wrong.clause, proof)
-    return None
-
-
-def _proof(case: Case, part: batches.Part, valid: Any) -> str:
-    """Return why the targets in a part of the batch are the reason for the failure, as a sentence:
-    with `valid` ones the step is finite, or the loss has only fallen, to below where it has a
-    minimum with probabilities as targets. `""` if neither is known.
-    """
-    e, growth = case.evidence, case.evidence.run.growth
-    if e.bad_site == "outputs" or not (e.bad_site or e.replay.error):
-        return ""
-    if valid is not None and valid.shape == tuple(part.value.shape):
-        given = keras.ops.cast(valid, keras.backend.standardize_dtype(part.value.dtype))
-
-        def corrected(role: str, value: Any) -> Any:
-            return given if role == part.role and value is part.value else value
-
-        if case.again(batches.mapped(case.batch, corrected)).finite:
-            return "With targets in the range of the loss the same step is finite."
-    farthest = max(growth.losses, key=abs, default=0.0)
-    # A rate that is too high makes it rise first. Later, the sign of a huge loss is chance.
-    large = (v for v in growth.losses if abs(v) * growth.loss > JUMP * abs(farthest))
-    first = next(large, farthest)
-    negative = negative_loss(case.step.model, [first]) if e.grown() else None
-    return "" if negative is None else negative.proof
 
 
 class LossTargets(NamedTuple):

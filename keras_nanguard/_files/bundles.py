@@ -8,7 +8,7 @@ backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from keras_nanguard._core import atomic_files, plain_values
 from keras_nanguard._core.data import arguments, named
 from keras_nanguard._core.errors import BundleError, FileFormatError, expected
 from keras_nanguard._core.finiteness import Array
-from keras_nanguard._core.history import Growth
 from keras_nanguard._core.incident import BUNDLES, Incident
-from keras_nanguard._core.json_records import stored
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._files.formats.limits import MAX_JSON, PARSE_ERRORS
 from keras_nanguard._files.formats.npz import opened_arrays
@@ -48,7 +46,7 @@ class Bundle:
         batch: the arguments of the step.
         state: values of the variables before the step by path; empty if they were omitted.
         start: their values before the first step; empty if they were omitted.
-        growth: the course of loss, gradient norm and weights before the step.
+        growth: the course of loss, gradient norm and weights before the step, as it was stored.
         model: the model's configuration as JSON text, `""` if it has none.
         updates_first: as in a `ReplayableStep`.
     """
@@ -57,7 +55,7 @@ class Bundle:
     batch: Any
     state: Sequence[tuple[str, Array]]
     start: Sequence[tuple[str, Array]]
-    growth: Growth
+    growth: Mapping[str, Any]
     model: str
     updates_first: bool
 
@@ -120,7 +118,7 @@ def _read(folder: Path) -> Bundle:
         _packed(about["batch"], _load(folder / "batch.npz", about["dtypes"])),
         _variables(folder / "state.npz", entries),
         _variables(folder / "start.npz", entries),
-        stored(Growth, about["growth"]),
+        about["growth"],
         regular(model, MAX_JSON).read_text(encoding="utf-8") if model.exists() else "",
         bool(about.get("saving")),
     )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from keras_nanguard._core.history import MAX_RATE, onset
+from keras_nanguard._core.history import onset
 from keras_nanguard._core.incident import (
+    MAX_RATE,
     Decision,
     Finding,
     Incident,

@@ -39,7 +39,6 @@ from typing import Any, Literal
 import numpy as np
 
 from keras_nanguard._core import finiteness
-from keras_nanguard._core.history import sizes
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
 from keras_nanguard._fit.recovery import LoweredRates
@@ -371,4 +370,4 @@ def _gain(kernel: np.ndarray[Any, Any]) -> float:
     """Return the gain of a kernel for independent inputs: norm / sqrt(outputs), about 1
     initially.
     """
-    return sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))
+    return finiteness.sizes(kernel)[0] / math.sqrt(max(kernel.shape[-1], 1))

@@ -121,7 +121,6 @@ class Tasks:
         first = not run.step
         with run.access.variables_readable():
             state = run.train_state()
-            run.history.start(run.ring.snapshots, state.trainable)
             run.save_changes()
             level = level_of(run.history.last(WINDOW)) or UNKNOWN
             fresh = Snapshot(

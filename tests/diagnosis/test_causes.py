@@ -10,7 +10,6 @@ from diagnosis.test_decided import CASES
 from support.evidence import changed, evidence_of
 
 from keras_nanguard import NanGuard
-from keras_nanguard._core.history import Growth
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.observations import Operand, Origin, Spread
 from keras_nanguard._diagnose import advice as advice_module
@@ -18,6 +17,7 @@ from keras_nanguard._diagnose.causes import BECAUSE, decide
 from keras_nanguard._diagnose.evidence import OptimizerFacts
 from keras_nanguard._diagnose.exceptions import explain_exception
 from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.growth import Growth
 
 LOG = Origin(5, "operation", "Log", "loss", ("mse",), "mse", "Loss", 1, 0, 8, (Operand(0.0, True, False),), "float32", (3,))
 BAD = evidence_of(step=7, result="bad", bad_site="loss", origin=LOG, rows=(3,))

@@ -7,13 +7,13 @@ import pytest
 from support.evidence import changed, evidence_of
 
 from keras_nanguard import Finding
-from keras_nanguard._core.history import JUMP, Growth
 from keras_nanguard._core.observations import NOWHERE, BadArray, Operand, Origin, Spread
 from keras_nanguard._core.variable_names import RECURRENT
 from keras_nanguard._core.verdict import LayerRow
 from keras_nanguard._diagnose.causes import Conclusion, decide
 from keras_nanguard._diagnose.evidence import EXPONENTIALS, POLES, OptimizerFacts, TargetFault
 from keras_nanguard._diagnose.explainer import conclude
+from keras_nanguard._diagnose.growth import JUMP, Growth
 
 NAN, INF = math.nan, math.inf
 
@@ -48,8 +48,8 @@ def update(*named, **more):
 
 def seen(*named, **more):
     """Return the evidence of a committed step that was not replayed."""
-    known = {"refused": False, "bad_path": "d/kernel", "count": 16}
-    return evidence_of(findings=findings(*named), **{**known, **more})
+    found = tuple(replace(finding, path=finding.path or "d/kernel") for finding in findings(*named))
+    return evidence_of(findings=found, **{"refused": False, "count": 16, **more})
 
 
 def below(number):
@@ -148,7 +148,7 @@ MODES = {
     "batch normalization": (bad(**SPOILED, origin=NORMALIZES), STATISTICS),
     "moving statistics of another layer": (bad(**SPOILED, origin=replace(VARIABLE, layer_class="Own")), STATISTICS),
     "another layer": (bad(**SPOILED, origin=replace(NORMALIZES, layer_class="Dense")), FORWARD_BN),
-    "nobody knows where": (bad(**SPOILED), UNKNOWN),
+    "nobody knows where": (bad(**SPOILED), replace(UNKNOWN, culprit="")),
     "both modes are bad": (bad(**{**SPOILED, "training": "bad"}, origin=NORMALIZES), FORWARD_BN),
     "inference is finite": (bad(**{**SPOILED, "inference": "finite"}, origin=NORMALIZES), FORWARD_BN),
 }
@@ -196,8 +196,8 @@ FINITE = {"result": "finite", "same_mode": "finite", "bad_site": ""}
 
 TRANSIENT = {
     "finite when run again": (bad(**FINITE), decided("transient", "", confidence=0.6)),
-    "in another mode": (bad(**{**FINITE, "same_mode": ""}), UNKNOWN),
-    "bad, in one mode": (bad(**{**FINITE, "result": "bad"}), UNKNOWN),
+    "in another mode": (bad(**{**FINITE, "same_mode": ""}), replace(UNKNOWN, culprit="")),
+    "bad, in one mode": (bad(**{**FINITE, "result": "bad"}), replace(UNKNOWN, culprit="")),
     "bad inputs": (bad(**FINITE, inputs_bad=MISSING), decided("input_nonfinite", "inputs/a", (2, 5), 0.8)),
     "bad targets": (bad(**FINITE, targets_bad=UNLABELLED), decided("target_nonfinite", "targets", (4,), 0.8)),
 }
@@ -370,19 +370,19 @@ UPDATE = {
         update("weights:nonfinite:d/kernel", "slots:explosion:v", "slots:nonfinite:m", written=True),
         decided("state_nonfinite", "m", confidence=0.8, because="written"),
     ),
-    "written by a constraint": (update(written=True, constraint="UnitNorm"), CONSTRAINED),
+    "written by a constraint": (update(written=True, constraints={"d/kernel": "UnitNorm"}), CONSTRAINED),
     "an operation of a constraint": (
-        update(constraint="UnitNorm", origin=origin(phase="update", line="a.py:1 in f")),
+        update(constraints={"d/kernel": "UnitNorm"}, origin=origin(phase="update", line="a.py:1 in f")),
         CONSTRAINED,
     ),
     "an operation of a custom optimizer": (
-        update(constraint="UnitNorm",
+        update(constraints={"d/kernel": "UnitNorm"},
             origin=origin(phase="update", line="a.py:1 in f"),
             optimizers=(replace(ADAM, own=True),),
         ),
         BLAMED,
     ),
-    "a constraint that nothing shows to be to blame": (update(constraint="UnitNorm"), BLAMED),
+    "a constraint that nothing shows to be to blame": (update(constraints={"d/kernel": "UnitNorm"}), BLAMED),
     "written, the loss is bad": (bad(written=True, origin=origin()), DOMAIN),
 }
 """Finite gradients, and bad weights or slots."""
@@ -484,7 +484,7 @@ CONSTANT = origin("RealDiv", "forward", (ONE, ZERO), culprit="norm", layer_class
 def overflowing(count=16, **growth):
     """Return the evidence of a row of 1e38 in a committed step whose own loss and gradients are huge."""
     huge, before = (spread("inputs", 1e38, outliers=(3,)),), {"losses": (1.0, 1.5), "norms": (0.5, 0.8), **growth}
-    slots = {"bad_site": "slots", "gradient_norm": 1e19, "inputs": huge, "growth": grows(loss=1e30, norm=1e19, **before)}
+    slots = {"gradient_norm": 1e19, "inputs": huge, "growth": grows(loss=1e30, norm=1e19, **before)}
     return seen("slots:nonfinite", **{**slots, "count": count})
 
 
@@ -563,10 +563,10 @@ REST = {
     "a slope": (bad(origin=replace(POLE, phase="slope"), rows=(1,)), replace(FORWARD, samples=(1,))),
     "a pole in the update": (bad(origin=replace(POLE, phase="update"), bad_site="gradients"), replace(UNKNOWN, culprit="dense")),
     "a constant": (bad(origin=replace(POLE, source="constant")), UNKNOWN),
-    "bad weights after growth": (seen("weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6)),
-    "bad weights without": (seen("weights:nonfinite"), UNKNOWN),
+    "bad weights after growth": (seen("loss:nonfinite", "weights:nonfinite", growth=RISEN), decided("divergence", confidence=0.6)),
+    "bad weights without": (seen("loss:nonfinite", "weights:nonfinite"), UNKNOWN),
     "bad weights after growth, refused": (seen("weights:nonfinite", growth=RISEN, refused=True), UNKNOWN),
-    "bad weights after growth, replayed": (seen("weights:nonfinite", growth=RISEN, result="finite"), UNKNOWN),
+    "bad weights after growth, replayed": (seen("loss:nonfinite", "weights:nonfinite", growth=RISEN, result="finite"), UNKNOWN),
     "no bad weights after growth": (seen("loss:out_of_range", growth=RISEN), UNKNOWN),
 }
 """Recurrence, sums that overflow, and operations that leave their domain."""

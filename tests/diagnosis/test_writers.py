@@ -8,7 +8,8 @@ import pytest
 
 from keras_nanguard import Incident, NanGuard
 from keras_nanguard._core.history import History
-from keras_nanguard._diagnose.incident_evidence import (
+from keras_nanguard._diagnose.evidence import Evidence
+from keras_nanguard._diagnose.optimizers import (
     MODERATE,
     PROVEN,
     is_by_other_code,
@@ -31,7 +32,7 @@ def stays_finite(state, norm):
     """Whether no update can have made bad values of this state, with this norm of the gradient."""
     incident = Incident(3, 0, 3, (), values={"gradient_norm": norm})
     facts = tuple(map(optimizer_facts, state.optimizers))
-    return is_by_other_code(SimpleNamespace(history=History()), incident, state, facts)
+    return is_by_other_code(Evidence(incident, optimizers=facts), History(), state)
 
 
 @pytest.mark.parametrize("name", PROVEN)

@@ -9,7 +9,7 @@ from keras import layers
 
 from keras_nanguard._backends.shared.replay import ReplayableStep
 from keras_nanguard._core.variable_names import snake_case
-from keras_nanguard._diagnose.case import computing_in_float32
+from keras_nanguard._diagnose.examination import computing_in_float32
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+from keras_nanguard._core.incident import Incident
 from keras_nanguard._diagnose.evidence import Evidence
 
-PARTS = ("replay", "batch", "trials", "run")
+PARTS = ("replay", "batch", "trials")
+OF_INCIDENT = ("step", "refused", "findings")
+MEASURED = ("gradient_norm", "loss_scale")
+
+NOTHING = Evidence(Incident(0, 0, 0, ()))
 
 
 def evidence_of(**given: Any) -> Evidence:
     """Return evidence with these fields."""
-    return changed(Evidence(), **given)
+    return changed(NOTHING, **given)
 
 
 def changed(known: Evidence, **given: Any) -> Evidence:
@@ -21,7 +26,11 @@ def changed(known: Evidence, **given: Any) -> Evidence:
     for part in PARTS:
         own = {name: value for name, value in given.items() if _PLACES.get(name) == part}
         found[part] = replace(getattr(known, part), **own)
-    return replace(known, **found)
+    about = {name: given[name] for name in OF_INCIDENT if name in given}
+    values = {name: given[name] for name in MEASURED if given.get(name) is not None}
+    incident = known.incident
+    return replace(known, **found, incident=replace(incident, **about, values={**incident.values, **values}))
 
 
-_PLACES = {field.name: part for part in PARTS for field in fields(getattr(Evidence(), part))}
+_PLACES = {field.name: part for part in PARTS for field in fields(getattr(NOTHING, part))}
+_PLACES |= dict.fromkeys((*OF_INCIDENT, *MEASURED), "incident")
