@@ -108,8 +108,8 @@ def _refuse_other_kinds(kind: str) -> None:
 
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
-    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
-    bfloat16 and float16 as float32, and return the reason for each that cannot be read.
+    """Write the arrays of a file that have one of these paths to an `.npz` file, bfloat16 and
+    float16 as float32, and return the reason for each that cannot be read.
 
     Raises:
         Unwritable: if the `.npz` file cannot be written.

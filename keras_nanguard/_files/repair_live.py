@@ -76,7 +76,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
 
 @contextmanager
-def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[str, ModelArray]]:
+def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelArray]]:
     """Yield the arrays of a source by path; of a file only those with these names."""
     if source is None:
         yield {}
