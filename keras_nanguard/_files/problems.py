@@ -1,5 +1,4 @@
-"""The problems of one variable, from its statistics. Pure functions; imports neither NumPy nor a
-backend."""
+"""The problems of one variable, from its statistics. Pure functions; imports no backend."""
 
 from __future__ import annotations
 

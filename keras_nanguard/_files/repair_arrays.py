@@ -1,5 +1,5 @@
-"""The repair of the arrays of a model, live or in a file: each bad value is replaced, or there is a
-reason why not. Imports no backend."""
+"""The repair of the arrays of a model, live or in a file: what is to be repaired and how; each bad
+value is replaced, or there is a reason why not. Imports no backend."""
 
 from __future__ import annotations
 
@@ -12,15 +12,60 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keras_nanguard._core.errors import FileFormatError
+from keras_nanguard._core.errors import FileFormatError, GuardError, expected, require_one_of
 from keras_nanguard._core.finiteness import named_dtype
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import selected
 from keras_nanguard._files.formats.contents import Contents, Identity, ModelArray
 from keras_nanguard._files.formats.limits import MAX_UNBACKED
-from keras_nanguard._files.problems import is_loss_scale, not_negative
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.problems import Limits, is_loss_scale, not_negative
 from keras_nanguard._files.reports import Change, ScanReport
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "statistics": ("initial", "source", "keep"),
+    "weights": ("initial", "zeros", "ones", "source", "keep"),
+    "slots": ("reset", "source", "keep"),
+}
+"""The methods of repair, by role."""
+
+_FIELDS = {"statistics": "statistics", "weight": "weights", "slot": "slots"}
+
+
+@dataclass(frozen=True, slots=True)
+class RepairOptions:
+    """The arguments of `repair`: the method for each role, and the variables to repair."""
+
+    statistics: str = "initial"
+    weights: str = "keep"
+    slots: str = "reset"
+    limits: Limits = field(default_factory=Limits)
+    only: tuple[str, ...] = ()
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            require_one_of(name, getattr(self, name), allowed)
+
+    def method(self, role: str) -> str:
+        """Return the method for a role; a variable that is neither weight, statistic nor slot is
+        kept."""
+        return str(getattr(self, _FIELDS[role])) if role in _FIELDS else "keep"
+
+    def remedy(self, role: str) -> str:
+        """Return which methods replace the bad values of a role, `""` if none do."""
+        if role not in _FIELDS:
+            return ""
+        field = _FIELDS[role]
+        methods = " or ".join(one for one in CHOICES[field] if one not in ("keep", "source"))
+        return f"choose {methods} for the {field}, or name a source"
+
+    def refuse_no_match(self, found: ScanReport) -> None:
+        """Raise a `GuardError` if `only` selects no variable at all."""
+        names = ((one.path, one.location, one.layer) for one in found.variables)
+        if self.only and not any(selected(self.only, *each) for each in names):
+            what, received = "a variable that matches only", f"only={list(self.only)!r}"
+            remedy = f"The names are those in the scan of {found.source}."
+            raise GuardError(expected(what, received, remedy))
 
 
 class NotRepaired(Exception):
@@ -36,7 +81,6 @@ _WORDS = {
     "source": "were bad: the variable was taken from the source",
 }
 """What each method does."""
-
 
 Name = str | tuple[str, str]
 """The path of an array, or its path and its location."""

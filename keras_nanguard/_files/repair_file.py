@@ -33,8 +33,7 @@ from keras_nanguard._files.formats.names import optimizer_settings
 from keras_nanguard._files.formats.opening import WEIGHTS, opened
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_arrays import NotRepaired, Repair, RepairOptions, by_name
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]
