@@ -1,7 +1,7 @@
 """The processor time of the recorder per step: `python benchmarks/recorder.py`. Needs no backend.
 
-Measured separately: the step itself (one append), the database in memory (about once a second), and
-the thread that writes the file.
+Measured separately: the step itself (one append), the recording in memory (about once a second),
+and the thread that writes the file.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from keras_nanguard._cli.arguments import (
     several,
 )
 from keras_nanguard._core.plain_values import one_line
-from keras_nanguard._files.repair_options import CHOICES, RepairOptions
+from keras_nanguard._files.repair_arrays import CHOICES, RepairOptions
 
 CHECKED_POLICY = COMPARED_RUNS = 1
 """Versions of what `check-policy --json` and `report --json` of several runs print."""

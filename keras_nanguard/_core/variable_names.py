@@ -1,6 +1,6 @@
 """Names that Keras gives to the variables of layers and to layers, and what follows from a name
-alone: which variables are statistics, which cannot be negative, which start at 1, and which layers
-are recurrent.
+alone: which variables are statistics, which cannot be negative, which start at 1, which slots are
+second moments, and which layers are recurrent.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ STARTS = {
 }
 """Where variables start if nothing else is configured."""
 
+SECOND_MOMENTS = {
+    **dict.fromkeys(("adam", "adamw", "nadam", "lamb", "rmsprop"), "_velocity"),
+    **dict.fromkeys(("muon", "adafactor"), "_velocity"),
+    "adamax": "_norm",
+    "adagrad": "_accumulator",
+    "adadelta": "_accumulated_grad",
+}
+"""The end of the names of the slots that average or sum squared gradients, by the class of the
+optimizer in lower case. Adamax keeps their largest magnitude."""
+
 _INITIALIZERS = {
     "kernel": ("depthwise",),
     "recurrent_kernel": ("recurrent",),
@@ -43,6 +53,13 @@ RECURRENT = frozenset(
 
 CELLS = frozenset(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell", "StackedRNNCells"))
 """Classes of the cells that recurrent layers call in each step."""
+
+
+def is_second_moment(slot: str, optimizer: str) -> bool:
+    """Return whether only squared gradients change a slot, by its name and the name of the
+    optimizer's class. The sum of gradients of several batches is another slot."""
+    end = SECOND_MOMENTS.get(optimizer.lower())
+    return end is not None and slot.endswith(end) and not slot.endswith("_gradient_accumulator")
 
 
 def selected(only: tuple[str, ...], *names: str) -> bool:

@@ -1,5 +1,4 @@
-"""The problems of one variable, from its statistics. Pure functions; imports neither NumPy nor a
-backend."""
+"""The problems of one variable, from its statistics. Pure functions; imports no backend."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._core.variable_names import SPREADS
+from keras_nanguard._core.variable_names import SPREADS, is_second_moment
 
 if TYPE_CHECKING:
     from keras_nanguard._files.formats.contents import Identity, ModelArray
@@ -140,15 +139,11 @@ class Limits:
         return min(self.statistics_limit, general) if moving else general
 
 
-_SQUARES = frozenset(("adam", "adamw", "nadam", "lamb", "rmsprop", "muon", "adafactor"))
-"""Optimizers of Keras whose velocity averages squared gradients, in lower case."""
-
-
 def not_negative(who: Identity) -> bool:
     """Return whether a variable cannot be negative: the variance of a layer's statistics, or the
     second moment of an optimizer of Keras. A weight can, whatever its name."""
     if who.role == "slot":
-        return who.name.endswith("velocity") and who.layer_class.lower() in _SQUARES
+        return is_second_moment(who.name, who.layer_class)
     return who.role == "statistics" and any(word in who.name for word in SPREADS)
 
 

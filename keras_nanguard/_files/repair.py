@@ -19,7 +19,7 @@ from keras_nanguard._core.errors import GuardError, as_words, expected
 from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_arrays import RepairOptions
 from keras_nanguard._files.reports import Change, RepairReport, report_of
 
 _ENDINGS = (".weights.h5", ".keras", ".h5", ".npz", ".hdf5")

@@ -33,8 +33,7 @@ from keras_nanguard._files.formats.names import optimizer_settings
 from keras_nanguard._files.formats.opening import WEIGHTS, opened
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_arrays import NotRepaired, Repair, RepairOptions, by_name
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -108,8 +107,8 @@ def _refuse_other_kinds(kind: str) -> None:
 
 
 def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
-    """Write the arrays of a file that have one of these paths or locations to an `.npz` file,
-    bfloat16 and float16 as float32, and return the reason for each that cannot be read.
+    """Write the arrays of a file that have one of these paths to an `.npz` file, bfloat16 and
+    float16 as float32, and return the reason for each that cannot be read.
 
     Raises:
         Unwritable: if the `.npz` file cannot be written.

@@ -18,8 +18,7 @@ from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.npz import opened_arrays
 from keras_nanguard._files.live import live_contents
-from keras_nanguard._files.repair_arrays import NotRepaired, Repair, by_name
-from keras_nanguard._files.repair_options import RepairOptions
+from keras_nanguard._files.repair_arrays import NotRepaired, Repair, RepairOptions, by_name
 from keras_nanguard._files.reports import RepairReport
 from keras_nanguard._files.scan import scan_contents
 from keras_nanguard._keras import (
@@ -76,7 +75,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
 
 @contextmanager
-def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[str, ModelArray]]:
+def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelArray]]:
     """Yield the arrays of a source by path; of a file only those with these names."""
     if source is None:
         yield {}

@@ -1,5 +1,5 @@
 """The results of `scan`, `repair` and `recalibrate`: frozen records, shown as text, table or JSON.
-Imports neither NumPy nor a backend, so that a program that only shows a report starts fast."""
+Imports no backend, so that a program that only shows a report starts fast."""
 
 from __future__ import annotations
 

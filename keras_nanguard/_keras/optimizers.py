@@ -28,6 +28,7 @@ from typing import Any
 
 import keras
 
+from keras_nanguard._core.variable_names import is_second_moment
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     tf_variables,
@@ -181,27 +182,10 @@ def without_strategy(optimizers: Iterable[Any], default: Any) -> Iterator[None]:
         yield
 
 
-SECOND_MOMENTS: dict[type, str] = {
-    keras.optimizers.Adam: "_velocities",
-    keras.optimizers.AdamW: "_velocities",
-    keras.optimizers.Nadam: "_velocities",
-    keras.optimizers.Lamb: "_velocities",
-    keras.optimizers.RMSprop: "_velocities",
-    keras.optimizers.Adamax: "_u",
-    keras.optimizers.Adagrad: "_accumulators",
-    keras.optimizers.Adadelta: "_accumulated_grads",
-}
-"""The attribute with the slots that average or sum squared gradients. Adamax keeps their largest
-magnitude.
-"""
-
-
 def second_moments(optimizers: Iterable[Any]) -> list[Any]:
     """Return the slots that only squared gradients change; none for custom classes."""
     found: list[Any] = []
-    for optimizer in map(inner, optimizers):
-        own = type(optimizer).__mro__
-        kind = next(c for c in own if c in SECOND_MOMENTS or not c.__module__.startswith("keras."))
-        if optimizer.built and kind in SECOND_MOMENTS:
-            found += getattr(optimizer, SECOND_MOMENTS[kind])
+    for optimizer in optimizers:
+        kind = class_of_keras(optimizer)
+        found += [v for v in inner(optimizer).variables if is_second_moment(v.name, kind)]
     return found

@@ -17,11 +17,20 @@ from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._recording.database import (
     APPLICATION,
     FORMAT,
-    MAX_TEXT,
     NAME,
     ONLY_FORMAT_1,
     SCHEMA,
+    Row,
 )
+
+MAX_ROWS = 200_000
+"""Maximum number of rows of a table."""
+
+MAX_TEXT, MAX_ALL_TEXT = 4 << 20, 512 << 20
+"""Maximum numbers of characters of one text, and of all texts of a table."""
+
+MAX_SHARE = 4
+"""Maximum number of characters per byte of the file: rows of a damaged one may share pages."""
 
 SECONDS = 30.0
 """Maximum time of reading."""
@@ -102,6 +111,27 @@ def check_header(file: Path) -> None:
         received = f"{file} of format {version}"
         remedy = "Read it with the version that wrote it."
         raise GuardError(expected(f"a recording of format {FORMAT}", received, remedy))
+
+
+def rows_of(connection: sqlite3.Connection, file: Path) -> dict[str, list[Row]]:
+    """Return the last rows of each table of a file in order, without those with a text that is too
+    long."""
+    parts = (file, file.with_name(f"{file.name}-wal"))  # with its log during a run
+    size = sum(part.stat().st_size for part in parts if part.exists())
+    max_text = min(MAX_ALL_TEXT, MAX_SHARE * size)
+    found: dict[str, list[Row]] = {}
+    for table in SCHEMA:
+        left, rows = max_text, found.setdefault(table, [])
+        query = f"SELECT * FROM {table} ORDER BY rowid DESC LIMIT {MAX_ROWS}"
+        for row in connection.execute(query):
+            lengths = [len(value) for value in row if isinstance(value, (str, bytes))]
+            left -= sum(lengths)
+            if left < 0:
+                break
+            if max(lengths, default=0) <= MAX_TEXT:
+                rows.append(row)
+        rows.reverse()
+    return found
 
 
 def writer_of(file: Path) -> str:

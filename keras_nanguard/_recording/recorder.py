@@ -1,7 +1,7 @@
 """Records a run: one append per step, and everything else about once a second.
 
-The recording is an SQLite database in memory, of limited size. With a directory, every statement
-that changes it is executed again on `recording.sqlite`, in another thread.
+The recording is in memory, of limited size. With a directory, another thread writes what is new to
+`recording.sqlite`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +21,14 @@ import numpy as np
 
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._core.verdict import gradient_norm
-from keras_nanguard._recording import database
 from keras_nanguard._recording.database import (
     COMMITTED,
     FORMAT,
     OVERFLOW,
     REFUSED,
-    Memory,
-    Row,
-    as_json,
-    as_text,
-    insert,
-    rows_of,
+    STEP_COLUMNS,
 )
+from keras_nanguard._recording.memory import Memory, as_json, as_text
 from keras_nanguard._recording.reading import writer_of
 from keras_nanguard._recording.recording import (
     COUNTED,
@@ -45,7 +41,7 @@ from keras_nanguard._recording.recording import (
 from keras_nanguard._recording.writer import Writer, unwritten
 
 INTERVAL = 1.0
-"""Seconds between two writes of new steps to the database and the file."""
+"""Seconds between two writes of new steps to the memory and the file."""
 
 MAX_PENDING = 4096
 """Maximum number of steps that wait for a write."""
@@ -86,13 +82,16 @@ class Rates:
         """Begin an epoch with this step."""
         self._epoch = step
 
-    def read(self, rate: float, step: int, now: float, ahead: bool = False) -> list[Row]:
-        """Take the reading of a step, and return the rows of `FILL_RATE` that it adds.
+    def read(
+        self, rate: float, step: int, now: float, ahead: bool = False
+    ) -> list[tuple[float, int, int]]:
+        """Take the reading of a step, and return the rates that it tells, each with the first step
+        that has it and the first one after those.
 
         Args:
             ahead: whether the step has not run yet, so that its rate says nothing of earlier ones.
         """
-        found: list[Row] = []
+        found: list[tuple[float, int, int]] = []
         if self._epoch is not None and not ahead:
             found.append((rate, self._epoch, step))
         if self.last is not None:  # that step may have been ahead
@@ -141,13 +140,12 @@ class Recorder:
         """Return the state of a copy or a pickle: everything recorded. Its file is not open."""
         with self._lock:
             self._fold()
-            rows = rows_of(self._memory.connection)
-            own = {"_lock": None, "_now": None, "_writer": None, "_memory": rows}
+            own = {"_lock": None, "_now": None, "_writer": None, "_memory": deepcopy(self._memory)}
             return {**vars(self), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {"_lock": threading.RLock(), "_now": time.time, "_memory": Memory(state["_memory"])}
-        self.__dict__ |= {**state, **own}
+        self.__dict__ |= {**state, "_lock": threading.RLock(), "_now": time.time}
+        self._memory.rewrite()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -203,8 +201,8 @@ class Recorder:
         rate, before = float(rate), self._rates.last
         with self._changing():
             step = self._memory.end - (not ahead)
-            known = self._rates.read(rate, step, self._now(), ahead)
-            self._memory.run(database.FILL_RATE, known)
+            for known in self._rates.read(rate, step, self._now(), ahead):
+                self._memory.fill_rate(*known)
         same = before == rate or (before != before and rate != rate)  # both may be NaN
         return None if same else before
 
@@ -215,13 +213,8 @@ class Recorder:
             again: the steps that run again; refused ones among them are marked, too.
         """
         with self._changing():
-            start = (step + self.base,)
-            refused = self._memory.connection.execute(database.REFUSED_STEPS, start).fetchall()
-            lost = [(place, s) for place, number, s in refused if number - self.base in again]
-            self._memory.run(database.UNDO_STEPS, [start])
-            self._memory.run(database.UNDO, [(place,) for place, _ in lost])
-            overflows = sum(status == OVERFLOW for _, status in lost)
-            count = len(lost)
+            lost = self._memory.undo(self.base, step, again)
+            overflows, count = int((lost == OVERFLOW).sum()), len(lost)
             self._counts.update(run_again=count, refused=-count, overflows=-overflows)
 
     # Everything else
@@ -254,8 +247,8 @@ class Recorder:
             self._rates.begin_fit(self._memory.end)
             if resumed is not None:
                 self.undo(0, again=range(recorded - base))
-            began = "INSERT OR IGNORE INTO meta VALUES ('began', ?)"
-            self._memory.run(began, [(as_json(self._now()),)])
+            if "began" not in self._memory.rows["meta"]:
+                self.note(began=self._now())
             self.note(**meta, base=base, since=since, format=FORMAT, status="running")
             kind: EventKind = "begin" if resumed is None else "resume"
             self.event(kind, 0, epoch, data={"base": base})
@@ -286,9 +279,16 @@ class Recorder:
             MemoryError: if it is too large.
         """
         earlier, rows = read(path)
+        memory = Memory()
+        memory.add_steps(earlier.steps)
+        for row in rows["events"]:
+            memory.put("events", row)
+        for place, (_, *sample) in enumerate(rows["samples"]):  # ids in a file can be anything
+            memory.put("samples", (place, *sample))
         kept = [row for row in rows["meta"] if row[0] in _KEPT_META]
-        meta = [*rows_of(self._memory.connection)["meta"], *kept]
-        self._memory = Memory({**rows, "meta": meta})
+        for row in (*self._memory.rows["meta"].values(), *kept):
+            memory.put("meta", row)
+        self._memory = memory
         base, since = (earlier.meta.get(name) or 0 for name in ("base", "since"))
         self._fit = self._fit._replace(base=base, since=since)
         self._counts = Counter({name: earlier.meta.get(name, 0) for name in COUNTED})
@@ -297,8 +297,8 @@ class Recorder:
     def note(self, **meta: Any) -> None:
         """Record facts about the run as a whole; see `Recording.meta`."""
         with self._changing():
-            rows = [(key, as_json(value)) for key, value in meta.items()]
-            self._memory.run(insert("meta"), rows)
+            for key, value in meta.items():
+                self._memory.put("meta", (key, as_json(value)))
 
     def event(
         self, kind: EventKind, step: int, epoch: int, text: str = "", data: Any = None
@@ -316,7 +316,7 @@ class Recorder:
             index = None if sample.index is None else int(sample.index)
             row = (list(self.samples).index(key), sample.fingerprint, as_text(sample.label), index)
             steps, reason = as_json(list(sample.steps)), as_text(sample.reason)
-            self._memory.run(insert("samples"), [(*row, int(sample.times), steps, reason)])
+            self._memory.put("samples", (*row, int(sample.times), steps, reason))
 
     def end(self, status: str, step: int, epoch: int) -> None:
         """End a fit: write the remaining data, and close the file."""
@@ -353,14 +353,16 @@ class Recorder:
         The mean is NaN without such steps, and the loss scale is 1 if there is none. In a very long
         epoch, only the steps that are kept count.
         """
-        own, at = "FROM steps WHERE epoch = ? AND step >= ? AND", (epoch, self._fit.since)
-        good = f"status = {COMMITTED} AND NOT undone AND abs(gradient_norm) < 9e999"
-        last = "loss_scale IS NOT NULL ORDER BY id DESC LIMIT 1"
-        mean = scale = None
+        mean, scale = math.nan, 1.0
         with self._changing():
-            mean = self._memory.one(f"SELECT avg(gradient_norm) {own} {good}", at)
-            scale = self._memory.one(f"SELECT loss_scale {own} {last}", at)
-        return math.nan if mean is None else mean, 1.0 if scale is None else scale
+            steps = self._memory.steps
+            steps = steps[(steps["epoch"] == epoch) & (steps["step"] >= self._fit.since)]
+            good = (steps["status"] == COMMITTED) & ~steps["undone"]
+            norms = steps["gradient_norm"][good & np.isfinite(steps["gradient_norm"])]
+            scales = steps["loss_scale"][~np.isnan(steps["loss_scale"])]
+            mean = float(norms.mean()) if len(norms) else mean
+            scale = float(scales[-1]) if len(scales) else scale
+        return mean, scale
 
     @property
     def base(self) -> int:
@@ -373,12 +375,13 @@ class Recorder:
         with self._lock:
             self._fold()
             self.note(written=self._now(), **self._counts)
-            return from_rows(rows_of(self._memory.connection))
+            steps = {name: self._memory.steps[name].copy() for name in STEP_COLUMNS}
+            return from_rows(steps, {n: rows.values() for n, rows in self._memory.rows.items()})
 
     @property
     def _steps(self) -> int:
         """The number of steps of all fits so far that have been recorded."""
-        return int(self._memory.one("SELECT coalesce(max(step) + 1, 0) FROM steps"))
+        return int(self._memory.steps["step"].max(initial=-1)) + 1
 
     def _work(self, now: float) -> None:
         """Do what is done about once a second."""
@@ -399,27 +402,29 @@ class Recorder:
 
     @np.errstate(all="ignore")
     def _fold(self) -> None:
-        """Put the pending steps into the database."""
+        """Put the pending steps into the memory."""
         if not (count := len(self._pending)):
             return
         pending = np.array([self._pending.popleft() for _ in range(count)], np.float64)
         step, loss, squares, scale, moment, status = pending.T
         steps, places = step.astype(np.int64), np.array(self._places, np.int64)
         _, epoch, start = places[np.searchsorted(places[:, 0], steps, "right") - 1].T
+        norms = list(map(gradient_norm, squares.tolist(), scale.tolist()))
         unknown = np.full(count, np.nan)
-        columns = (
-            steps + self.base,
-            epoch,
-            np.maximum(steps - start, 0),
-            loss,
-            np.array(list(map(gradient_norm, squares.tolist(), scale.tolist()))),
-            unknown,  # the learning rate
-            scale if self._fit.scaled else unknown,
-            moment,
-            status.astype(np.int64),
-            np.zeros(count, np.int64),  # undone
+        self._memory.add_steps(
+            {
+                "step": steps + self.base,
+                "epoch": epoch,
+                "batch": np.maximum(steps - start, 0),
+                "loss": loss,
+                "gradient_norm": np.array(norms),
+                "learning_rate": unknown,
+                "loss_scale": scale if self._fit.scaled else unknown,
+                "time": moment,
+                "status": status,
+                "undone": np.zeros(count),
+            }
         )
-        self._memory.add_steps(list(zip(*(column.tolist() for column in columns))))
         results = Counter(status.astype(int).tolist())
         refused = results[REFUSED] + results[OVERFLOW]
         self._counts.update(refused=refused, overflows=results[OVERFLOW])

@@ -7,7 +7,7 @@ recording needs no further checks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,19 +18,15 @@ from keras_nanguard._core import plain_values
 from keras_nanguard._core.errors import GuardError, NanGuardError, expected, require_one_of
 from keras_nanguard._core.incident import Incident
 from keras_nanguard._recording.database import (
-    MAX_ALL_TEXT,
     MEASURED,
     NAME,
     OVERFLOW,
     REFUSED,
     STEP_COLUMNS,
+    Array,
     Row,
-    rows_of,
 )
-from keras_nanguard._recording.reading import opened
-
-MAX_SHARE = 4
-"""Maximum number of characters per byte of the file: rows of a damaged one may share pages."""
+from keras_nanguard._recording.reading import opened, rows_of
 
 MAX_WHOLE = 1 << 53
 """Largest step, epoch or row number; two of them can be added in 64 bits."""
@@ -131,9 +127,6 @@ class BadSample:
         return {**asdict(self), "steps": list(self.steps)}
 
 
-Array = np.ndarray[Any, Any]
-
-
 def no_steps() -> dict[str, Array]:
     """Return the columns of `Recording.steps` without rows."""
     return {name: np.zeros(0, dtype) for name, dtype in STEP_COLUMNS.items()}
@@ -218,29 +211,26 @@ class Recording:
 
 
 def read(file: Path) -> tuple[Recording, dict[str, list[Row]]]:
-    """Return the recording in a file, and the last rows of each table in order, without those with
-    a text that is too long.
+    """Return the recording in a file, and the rows of its other tables, of which `reading.rows_of`
+    says which are left out.
 
     Raises:
         GuardError: if the file is not a recording, or cannot be read.
     """
     with opened(file) as connection:
-        parts = (file, file.with_name(f"{file.name}-wal"))  # with its log during a run
-        size = sum(part.stat().st_size for part in parts if part.exists())
-        max_text = min(MAX_ALL_TEXT, MAX_SHARE * size)
-        rows = rows_of(connection, max_text)
-        return from_rows(rows), rows
+        rows = rows_of(connection, file)
+        return from_rows(_steps(rows.pop("steps")), rows), rows
 
 
-def from_rows(rows: Mapping[str, Sequence[Row]]) -> Recording:
-    """Return the recording with these rows of each table.
+def from_rows(steps: Mapping[str, Array], rows: Mapping[str, Iterable[Row]]) -> Recording:
+    """Return the recording with these steps, and these rows of each other table.
 
     Raises:
         ValueError, TypeError, OverflowError: if the rows hold anything else.
     """
     return Recording(
         meta=_meta({str(key): plain_values.loads(value) for key, value in rows["meta"]}),
-        steps=_steps(rows["steps"]),
+        steps=steps,
         events=tuple(_event(*row) for row in rows["events"]),
         samples=tuple(_sample(*row) for row in rows["samples"]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import queue
 import sqlite3
 import threading
@@ -16,7 +17,6 @@ from keras_nanguard._core.errors import GuardError, expected
 from keras_nanguard._recording.database import (
     NAME,
     Statement,
-    as_json,
     make,
     transaction,
     upgrade,
@@ -49,7 +49,7 @@ class File:
     """
 
     def __init__(self, path: Path, name: str, statements: Sequence[Statement]):
-        self._path, self._writer = path, (as_json(name),)
+        self._path, self._writer = path, (json.dumps(name),)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists() or (path.is_file() and not path.stat().st_size)
         _check_safe(path)

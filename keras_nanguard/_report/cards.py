@@ -22,7 +22,7 @@ import numpy as np
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import argument_path
 from keras_nanguard._core.errors import FileFormatError
-from keras_nanguard._core.incident import Diagnosis, Incident, Outcome
+from keras_nanguard._core.incident import Diagnosis, Incident
 from keras_nanguard._core.literals import CAUSE_WORDS
 from keras_nanguard._core.plain_values import times
 from keras_nanguard._files import bundles
@@ -170,8 +170,6 @@ def _png(pixels: Array) -> bytes:
 MAX_CARDS = 200
 """Maximum number of kinds with a card. All others share one."""
 
-_MAX_OUTCOMES = 12
-
 
 @dataclass(frozen=True)
 class Card:
@@ -179,9 +177,7 @@ class Card:
 
     Attributes:
         title: cause and place.
-        steps: the step of each incident.
-        first: the first of them that still has its bundle, or the first of all.
-        outcomes: the most frequent outcomes, each with how often it occurred.
+        first: the first of the incidents that still has its bundle, or the first of all.
         code: code to paste, or `""`.
         layers: the table of layers of the bundle, or `""`.
         bundle: folder of the bundle, or `""`.
@@ -189,10 +185,8 @@ class Card:
     """
 
     title: str
-    group: Sequence[Incident]
-    steps: Sequence[int]
+    kind: IncidentKind
     first: Incident
-    outcomes: Sequence[tuple[Outcome, int]]
     code: str
     layers: str
     rows: Sequence[BatchRow]
@@ -221,24 +215,21 @@ def cards(run: ReportedRun, steps: Sequence[int]) -> list[Card]:
 
 def _card(run: ReportedRun, kind: IncidentKind) -> Card:
     """Return the card of incidents."""
-    recording, group = run.recording, kind.incidents
-    folders = [bundles.bundle_folder(incident.bundle, run.directory) for incident in group]
+    folders = [bundles.bundle_folder(one.bundle, run.directory) for one in kind.incidents]
     place = next((n for n, folder in enumerate(folders) if folder is not None), 0)
-    first, folder, step = group[place], folders[place], kind.steps[place]
+    first, folder, step = kind.incidents[place], folders[place], kind.steps[place]
     diagnosis = first.diagnosis or Diagnosis()
     bundle = "" if folder is None and run.directory is not None else first.bundle or ""
     return Card(
         title=str(kind),
-        group=group,
-        steps=kind.steps,
+        kind=kind,
         first=first,
-        outcomes=kind.outcomes.most_common(_MAX_OUTCOMES),
         code=snippet(diagnosis),
         layers="" if folder is None else layer_table(folder),
         rows=batch_rows(folder, diagnosis.samples, diagnosis.culprit),
         bundle=bundle,
         replay=f"keras-nanguard replay {shlex.quote(console.printable(bundle))}",
-        labels=[one.label for one in recording.samples if step in one.steps][:20],
+        labels=[one.label for one in run.recording.samples if step in one.steps][:20],
     )
 
 

@@ -175,7 +175,7 @@ def _marks(run: ReportedRun, found: Sequence[Card]) -> dict[str, Any]:
     incidents = sorted(
         (step + 1, number, int(incident.refused))
         for number, card in enumerate(found)
-        for step, incident in zip(card.steps, card.group)
+        for step, incident in zip(card.kind.steps, card.kind.incidents)
     )
     known, recording = {step for step, _, _ in incidents}, run.recording
     steps = recording.steps

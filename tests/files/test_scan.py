@@ -14,6 +14,7 @@ from support.public_api import listed
 from keras_nanguard import GuardError, repair, scan
 from keras_nanguard._core.atomic_files import save_arrays, typed
 from keras_nanguard._core.finiteness import is_float, named_dtype
+from keras_nanguard._core.variable_names import SECOND_MOMENTS
 from keras_nanguard._files.formats.contents import Identity, ModelArray, tiles
 from keras_nanguard._files.problems import PROBLEMS, SEVERITIES, Limits, find_problems
 from keras_nanguard._files.scan import _PIECE_VALUES, FLOAT16_MAX, statistics
@@ -57,6 +58,7 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
         ("variance", "statistics", [1.0, 1e12], "Normalization"),  # describes data of any scale
         ("kernel_momentum", "slot", [[0.0, 0.0]], "Adam"),
         ("kernel_velocity", "slot", [[1e-310, 1e9]], "Adam"),
+        ("kernel_gradient_accumulator", "slot", [[-1.0, 1.0]], "Adagrad"),
         ("kernel", "weight", [[7e4]], "Dense"),
         ("total", "other", [1.0, np.nan], "Metric"),
         ("kernel", "weight", np.zeros((0, 3)), "Dense"),
@@ -64,6 +66,14 @@ def test_every_problem_is_found_alone_with_its_severity_and_a_sentence(code):
 )
 def test_valid_values_are_not_reported(name, role, values, layer_class):
     assert judged(name, role, values, layer_class) == ()
+
+
+@pytest.mark.parametrize("optimizer", SECOND_MOMENTS)
+def test_a_negative_second_moment_is_found(optimizer):
+    name = f"kernel{SECOND_MOMENTS[optimizer]}"
+    (found,) = judged(name, "slot", [[1.0, -1.0]], optimizer)
+    assert found.code == "negative_variance"
+    assert judged(name, "slot", [[1.0, -1.0]], "SGD") == ()
 
 
 def test_the_worst_layer_and_the_worst_problem_come_first(make):

@@ -13,7 +13,7 @@ import pytest
 from support.recordings import NAME, BadSample, File, Recorder, begun, flushed, push, same
 
 from keras_nanguard import Recording
-from keras_nanguard._recording.database import Memory
+from keras_nanguard._recording.memory import Memory
 
 pytestmark = pytest.mark.requires_backend("torch", reason="independent of the backend: runs once")
 
@@ -112,7 +112,9 @@ CALLS = {
 def test_a_lack_of_memory_between_two_steps(tmp_path, call):
     """Training goes on, the reason is told after it, and the next fit writes what is in memory."""
     made = begun(tmp_path, steps=3)
-    with failing(Memory, "run"):
+    with contextlib.ExitStack() as stack:
+        for name in ("add_steps", "put", "fill_rate", "undo"):
+            stack.enter_context(failing(Memory, name))
         CALLS[call](made)
     made.end("finished", 3, 0)
     assert made.problem() == "recording.sqlite is not written: MemoryError"
@@ -183,7 +185,7 @@ def test_locked_when_a_transaction_ends(tmp_path, monkeypatch):
             return super().execute(text, *more)
 
     def connect(path, **more):
-        return real(path, **more) if path == ":memory:" else real(path, factory=Locked, **more)
+        return real(path, factory=Locked, **more)
 
     monkeypatch.setattr(sqlite3, "connect", connect)
     made = begun(tmp_path, steps=20)

@@ -235,7 +235,7 @@ def test_the_command_can_be_pasted():
 def test_many_kinds_have_one_card_in_common():
     many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", f"layer_{n}")) for n in range(MAX_CARDS + 50)]
     found = cards.cards(ReportedRun(many), range(len(many)))
-    assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].group) == 50
+    assert len(found) == MAX_CARDS + 1 and found[-1].title.startswith("50 more kinds") and len(found[-1].kind.incidents) == 50
 
 
 def test_the_cards_of_several_fits_are_in_order_of_time():
@@ -249,7 +249,7 @@ def test_the_card_in_common_is_in_order_of_time():
     names = ["early", *[f"layer_{n}" for n in range(MAX_CARDS)] * 3, "late", "late"]
     many = [Incident(n, 0, n, (), diagnosis=Diagnosis("spike", name)) for n, name in enumerate(names)]
     common = cards.cards(ReportedRun(many), range(len(many)))[-1]
-    assert common.first is many[0] and list(common.steps) == [0, len(many) - 2, len(many) - 1]
+    assert common.first is many[0] and list(common.kind.steps) == [0, len(many) - 2, len(many) - 1]
 
 
 def test_code_to_paste():

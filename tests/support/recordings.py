@@ -17,9 +17,9 @@ from keras_nanguard._recording.database import (
     OVERFLOW,
     REFUSED,
     STEP_COLUMNS,  # noqa: F401
-    as_json,
     insert,
 )
+from keras_nanguard._recording.memory import as_json
 from keras_nanguard._recording.recorder import Recorder
 from keras_nanguard._recording.recording import BadSample, Event
 from keras_nanguard._recording.writer import File
