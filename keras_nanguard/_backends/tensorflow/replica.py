@@ -130,15 +130,19 @@ class ReplicaTrace:
 
     def on_update(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
-        no known model, and the scale of an optimizer that the body builds.
+        no known model, the variables of an optimizer of a layer, and the scale of an optimizer that
+        the body builds.
         """
+        run, variables = self.transaction.run, list(record.variables)
+        if record.optimizer in self.train_state.unused:
+            keras_optimizers.note_use(run.model, record.optimizer)
+            variables += record.optimizer.variables
         known = self.keys(self.train_state.trainable) | self.created
-        found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
+        found = [v for v in variables if self.keys([v]).isdisjoint(known)]
         self.created |= self.keys(found)
         with tf.init_scope():
             for variable in found:
-                native = keras_variables.native(variable)
-                self.transaction.run.note_created(native, keras_variables.read(variable))
+                run.note_created(keras_variables.native(variable), keras_variables.read(variable))
         if self.holds_weights:
             self.hold(found)
         if all(record.optimizer is not known for known, *_ in self.scales):

@@ -64,8 +64,7 @@ class StepTrace(intercept.Intercept):
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
         self.transaction, self.replicas = transaction, replicas
-        optimizers = replicas[0].train_state.optimizers
-        super().__init__(transaction.model, optimizers, transaction.immediate)
+        super().__init__(transaction.model, replicas[0].train_state.found, transaction.immediate)
         self.start = intercept.mark(self.graph)
 
     def here(self) -> ReplicaTrace:

@@ -59,12 +59,19 @@ class GuardedAttempt(Attempt):
     def on_update(self, update: Update) -> Any:
         """Run an update, unless the verdict refuses it; return its result."""
         update.build()  # as Keras would, so that its variables are noted
+        self._note_use(update.optimizer)
         self._note_state_before(update)
         self._judge(update)
         if self.judged is not None and self.judged.ruling is Ruling.REFUSE:
             self.late_writes.begin()  # the body may continue
             return None
         return self._run(update)
+
+    def _note_use(self, optimizer: Any) -> None:
+        """Make an optimizer of a layer part of the train state before its first update."""
+        is_unused = optimizer in self.state.train_state.unused
+        if is_unused and keras_optimizers.note_use(self.step.run.model, optimizer):
+            self.log.created += [(v.value, keras_variables.read(v)) for v in optimizer.variables]
 
     def _note_state_before(self, update: Update) -> None:
         """Keep the gradients that the update uses, and note what the body has done before its first

@@ -178,7 +178,7 @@ class Transaction(GuardedStep):
 
     def _intercept(self, state: StateTensors) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        optimizers = state.train_state.optimizers
+        optimizers = state.train_state.found
         if not self.jit or self.learned.is_fresh:
             notes_backward = not (self.stock or self.jit)
             return Intercept(self.model, optimizers, notes_backward=notes_backward)
