@@ -182,7 +182,7 @@ class StepTrace(intercept.Intercept):
         """Return whether all entries of the step are finite, and `counts` and `replicas` as in
         `StepResult`. Entries are only read if a sum is not finite.
         """
-        places = [(site, path) for one in measured for site, path, _ in one.looked_at]
+        places = [place for one in measured for place in one.places]
 
         def looked() -> tuple[Any, Any, Any]:
             finite, counts, replicas = zip(*self.each(ReplicaTrace.look, measured))
