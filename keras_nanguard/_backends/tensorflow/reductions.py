@@ -59,15 +59,16 @@ def add(scalars: Sequence[Any], dtype: Any) -> Any:
 class Reading:
     """Tensors that are summed, and read one by one if a sum is not finite.
 
-    Small ones of one dtype and shape are joined: to trace and to run, a copy takes less time than
-    an operation for each.
-
     Args:
         tensors: tensors and variables; those that cannot be bad are left out.
+        joins: whether small ones of one dtype and shape are joined: to trace and to run, a copy
+            takes less time than an operation for each. Not before an update: how gradients and
+            statistics are read together changes what TensorFlow's graph optimizer combines, and
+            with that the last bit of a step.
     """
 
-    def __init__(self, tensors: Iterable[Any]):
-        groups = _alike(map(_numbers, filter(is_inexact, tensors)), JOINED)
+    def __init__(self, tensors: Iterable[Any], joins: bool = False):
+        groups = _alike(map(_numbers, filter(is_inexact, tensors)), JOINED if joins else 0)
         self._parts = {p: tf.stack(group) if p[1:] else group[0] for p, group in groups.items()}
         """The tensors at some places, joined along a new first axis; at one place the tensor."""
 

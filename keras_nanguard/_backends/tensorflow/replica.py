@@ -258,7 +258,8 @@ class ReplicaTrace:
         weights = keras_variables.unique(v for r in records for v in r.variables)
         written = {id(v) for r in records for v in r.optimizer.variables}
         slots = [v for v in measured.inspected.train_state.slots if id(v) in written]
-        parts = [reductions.Reading(map(keras_variables.native, p)) for p in (weights, slots)]
+        natives = [map(keras_variables.native, part) for part in (weights, slots)]
+        parts = [reductions.Reading(part, joins=True) for part in natives]
         sums = [part.total(dtype) for part in parts]
 
         def checked() -> list[Any]:
