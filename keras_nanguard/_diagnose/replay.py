@@ -202,12 +202,14 @@ def _step_before(found: Bundle, model: Any) -> ReplayableStep:
 
 def _pairs(state: State, step: ReplayableStep) -> list[tuple[Any, Any]]:
     """Return each variable with its value: by path, in order if the paths are different."""
-    variables = TrainState.of(step.model, step.optimizers).everything
+    train_state = TrainState.of(step.model, step.optimizers)
+    variables = train_state.everything
     left: dict[str, deque[Array]] = defaultdict(deque)
     for path, array in state:  # in Keras 3.6 several slots have the same path
         left[path].append(array)
     found = [(v, left[v.path].popleft()) for v in variables if left[v.path]]
-    if len(found) == len(state):
+    # The bundle may have the slots of an optimizer of a layer, which only a step shows.
+    if len(found) == len(state) or (train_state.unused and len(found) == len(variables)):
         return found
     if len(state) != len(variables):
         raise _another(f"a model with {len(state)} variables", len(variables))

@@ -60,7 +60,7 @@ class Resumed:
 
     def _restore_state(self, run: Run) -> None:
         before = run.train_state()
-        snapshot_files.build_optimizers(before, self.record.optimizers)
+        snapshot_files.build_optimizers(run.model, before, self.record.optimizers)
         for optimizer in before.optimizers if self.record.step else ():
             if hasattr(optimizer, "create_state"):  # of PyTorch: made in the first update
                 optimizer.create_state()

@@ -267,12 +267,19 @@ def signature(variables: Iterable[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build_optimizers(train_state: TrainState, trained: Sequence[Sequence[int] | None]) -> None:
-    """Build the optimizers that were built when the snapshot was taken, for the same weights."""
+def build_optimizers(
+    model: Any, train_state: TrainState, trained: Sequence[Sequence[int] | None]
+) -> None:
+    """Build the optimizers that were built when the snapshot was taken, for the same weights. Those
+    of layers are then part of the train state.
+    """
     weights = [*train_state.trainable, *train_state.other]
-    for optimizer, numbers in zip(train_state.optimizers, trained):
-        known = numbers is not None and max(numbers, default=0) < len(weights)
-        if numbers is not None and known and not optimizer.built:
+    for optimizer, numbers in zip(train_state.found, trained):
+        if numbers is None or max(numbers, default=0) >= len(weights):
+            continue
+        if optimizer in train_state.unused:
+            keras_optimizers.note_use(model, optimizer)
+        if not optimizer.built:
             optimizer.build([weights[number] for number in numbers])
 
 
@@ -280,7 +287,11 @@ def _trained_by_each(train_state: TrainState) -> tuple[tuple[int, ...] | None, .
     """Return the numbers of the weights for which each optimizer is built."""
     weights = (*train_state.trainable, *train_state.other)
     numbers = {id(v): number for number, v in enumerate(weights)}
-    built = [keras_optimizers.trained_by(o) if o.built else None for o in train_state.optimizers]
+    left_out = set(map(id, train_state.unused))
+    built = [
+        keras_optimizers.trained_by(o) if o.built and id(o) not in left_out else None
+        for o in train_state.found
+    ]
     return tuple(
         None if b is None else tuple(numbers[id(v)] for v in b if id(v) in numbers) for b in built
     )

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import keras
 
@@ -80,16 +81,44 @@ def is_loss_scaled(optimizer: Any) -> bool:
 
 
 def find_optimizers(model: Any) -> list[Any]:
-    """Return every optimizer that a step of this model may use, outermost wrappers only.
+    """Return the optimizers of a model, outermost wrappers only.
 
     These are `model.optimizer` and every optimizer that is an attribute of the model, or an element
     of a list, tuple or dict attribute (a GAN has two of them, and leaves `model.optimizer` unused).
     """
-    held = (*keras_variables.flat(getattr(model, "optimizer", None)), *held_by([model]))
-    optimizers = (item for item in held if isinstance(item, keras.optimizers.Optimizer))
+    return outermost((*keras_variables.flat(getattr(model, "optimizer", None)), *held_by([model])))
+
+
+def outermost(items: Iterable[Any]) -> list[Any]:
+    """Return the optimizers among these objects, each once, without those that others wrap."""
+    optimizers = (item for item in items if isinstance(item, keras.optimizers.Optimizer))
     found = keras_variables.unique(optimizers)
     wrapped = {id(inner(item)) for item in found if inner(item) is not item}
     return [item for item in found if id(item) not in wrapped]
+
+
+_USED: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+"""For each model the optimizers that belong to its layers, such as `gan.critic.optimizer`, and with
+which a step of the model has updated.
+"""
+
+
+def note_use(model: Any, optimizer: Any) -> bool:
+    """Note that a step of a model uses an optimizer that belongs to one of its layers; return
+    whether this was unknown.
+    """
+    used = _USED.setdefault(model, WeakSet())
+    is_new = optimizer not in used
+    used.add(optimizer)
+    return is_new
+
+
+def is_used(model: Any, optimizer: Any) -> bool:
+    """Whether a step of a model has used an optimizer that belongs to one of its layers. If steps
+    are functions of the state, its slots are variables of the model.
+    """
+    listed = set(map(id, model.non_trainable_variables))
+    return optimizer in _USED.get(model, ()) or any(id(v) in listed for v in optimizer.variables)
 
 
 def given_rate(optimizer: Any) -> Any:

@@ -38,7 +38,8 @@ class TrainState:
             accumulators, EMA.
         scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
         rates: learning-rate variables of optimizers whose rate is a number.
-        optimizers: the outermost optimizers.
+        optimizers: the outermost optimizers: those of the model, and those of its layers that a
+            step of the model has used.
         unlisted: further variables that a step may write although no list of Keras contains them:
             native variables of the backend in attributes of layers, the generator that Keras uses
             if no seed is given, and variables in attributes of optimizers (the `_u_product` of
@@ -46,6 +47,8 @@ class TrainState:
         layers: the model and its layers at any depth.
         results: the tensors of PyTorch among `unlisted` that are no buffers: what earlier calls
             have left in layers.
+        found: `optimizers`, and the others in attributes of layers, such as that of a frozen model
+            which was compiled; in an order that does not depend on their use.
     """
 
     trainable: tuple[Any, ...]
@@ -58,16 +61,19 @@ class TrainState:
     unlisted: tuple[Any, ...] = ()
     layers: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
+    found: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, model: Any, optimizers: Iterable[Any] | None = None) -> TrainState:
         """Return the train state of a built model, with what its built optimizers have."""
-        optimizers = tuple(
-            keras_optimizers.find_optimizers(model) if optimizers is None else optimizers
-        )
+        layers = keras_layers.layers_of(model)
+        # without plain values: a vocabulary may be long
+        held = [item for item in keras_layers.held_by(layers) if type(item) not in _PLAIN]
+        first = keras_optimizers.find_optimizers(model) if optimizers is None else list(optimizers)
+        others = unique(keras_optimizers.outermost([*first, *held]), first)
+        optimizers = (*first, *(o for o in others if keras_optimizers.is_used(model, o)))
         updated = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
         trainable = unique([*model.trainable_variables, *updated])
-        layers = keras_layers.layers_of(model)
         states = [s for layer in layers for s in keras_layers.recurrent_states(layer)]
         own = filter(keras_variables.is_variable, states)
         modules = [layer for layer in layers if hasattr(layer, "named_modules")]  # on PyTorch
@@ -76,8 +82,6 @@ class TrainState:
         scales = tuple(filter(None, map(keras_optimizers.scales_of, optimizers)))
         inner = [keras_optimizers.inner(optimizer) for optimizer in optimizers]
         rates = [keras_optimizers.given_rate(o) for o in (*inner, *optimizers)]
-        # without plain values: a vocabulary may be long
-        held = [item for item in keras_layers.held_by(layers) if type(item) not in _PLAIN]
         results = _results(held, [*(v.of for v in buffers), *passing])
         seeds = keras_variables.global_seed_variables()
         no_slots = [*rates, *itertools.chain(*scales), *trainable]
@@ -95,6 +99,7 @@ class TrainState:
             unlisted=unique([*_native_variables(held), *results, *passing, *seeds, *own_slots]),
             layers=tuple(layers),
             results=results,
+            found=(*first, *others),
         )
 
     def unlisted_restorers(self) -> list[Callable[[], Any]]:
@@ -143,9 +148,15 @@ class TrainState:
         return unique([*self.kept, *self.rates])
 
     @property
+    def unused(self) -> tuple[Any, ...]:
+        """The optimizers of layers that no step has used yet; then they are among `optimizers`."""
+        return unique(self.found, self.optimizers)
+
+    @property
     def written_by_calls(self) -> tuple[Any, ...]:
         """Every variable that calls of the model or a train step may write."""
-        return unique([*self.everything, *self.metrics, *self.unlisted])
+        slots = (v for optimizer in self.unused for v in optimizer.variables)
+        return unique([*self.everything, *self.metrics, *self.unlisted, *slots])
 
 
 def _of_kind(held: Iterable[Any], name: str) -> list[Any]:

@@ -17,7 +17,7 @@ from keras_nanguard._backends.interface import Executed, Run, Session
 from keras_nanguard._backends.jax.step import StartedStep, Transaction
 from keras_nanguard._backends.shared import attach
 from keras_nanguard._core.errors import GuardError, expected
-from keras_nanguard._keras import jax_trainer as _trainer
+from keras_nanguard._keras import jax_trainer as _trainer, optimizers as keras_optimizers
 
 
 class ModelAttachment(attach.Attachment):
@@ -272,6 +272,10 @@ def _owners(state: Any, run: Run) -> list[Any]:
         GuardError: if the state has neither.
     """
     model, leaves = run.model, jax.tree_util.tree_leaves(state)
+    given = set(map(id, leaves))
+    for optimizer in run.read_train_state().unused:
+        if any(id(v.value) in given for v in optimizer.variables):
+            keras_optimizers.note_use(model, optimizer)
     optimizers = run.read_train_state().optimizers
     main = [
         *model.trainable_variables,

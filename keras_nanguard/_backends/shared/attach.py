@@ -8,13 +8,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import MethodType
 from typing import Any, Literal
 
 import keras
 
 from keras_nanguard._backends.interface import Executed, Session, StateAccess, Transaction
 from keras_nanguard._backends.shared.iterators import reads_iterator
+from keras_nanguard._backends.shared.step_cache import StepCache
 from keras_nanguard._backends.shared.undone import undone
 from keras_nanguard._core.errors import GuardError
 from keras_nanguard._keras import (
@@ -22,11 +22,6 @@ from keras_nanguard._keras import (
     optimizers as keras_optimizers,
     overrides,
 )
-
-_KEPT = "_nanguard_kept_step"
-"""The attribute of a model with the compiled step of its last guarded fit, so that the next one
-need not trace it again. It is released with the model. Keras keeps its train function as long.
-"""
 
 
 Use = Literal["call", "loop", "none"]
@@ -39,28 +34,6 @@ def attached_to(model: Any) -> Attachment | None:
     """Return the attachment to the train function of this model, or `None`."""
     owner = getattr(vars(model).get("make_train_function"), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
-
-
-class _CachedStep:
-    """Hides the step from code that searches the attributes of a model for variables."""
-
-    __slots__ = ("key", "step")
-
-    def __init__(self, key: tuple[Any, ...], step: Any):
-        self.key, self.step = key, step
-
-    def fits(self, key: tuple[Any, ...]) -> bool:
-        """Whether a key has the same objects, the same numbers and equal bound methods."""
-        return len(self.key) == len(key) and all(
-            one is other
-            or (type(one) is type(other) and isinstance(one, (int, MethodType)) and one == other)
-            for one, other in zip(self.key, key)
-        )
-
-
-def forget_step(model: Any) -> None:
-    """Remove the compiled step that was kept for the next fit of a model."""
-    overrides.unset_instance(model, _KEPT)
 
 
 def _plain_step(model: Any) -> Any:
@@ -105,6 +78,7 @@ class Attachment(StateAccess):
             else `"free"`.
         body: the train step of the model, without the transaction.
         use: returns what uses the model; see `Use`.
+        cache: keeps the step for the next fit.
     """
 
     skips_batches = True
@@ -123,8 +97,7 @@ class Attachment(StateAccess):
         self.state: Literal["free", "attached", "lasting"] = "free"
         self.use: Callable[[], Use] = lambda: "call"
         self.body: Any = None
-        self._keepable = True
-        """Whether the next fit may use the step: nothing that is built into it was changed."""
+        self.cache = StepCache(model)
         self.trace_key: tuple[Any, ...] | None = None
         """How the step was traced, once it is built so that the next fit may use it."""
         self._running: Sequence[Any] | None = None
@@ -154,7 +127,7 @@ class Attachment(StateAccess):
         self.state, self.use = "attached", use
         self.body = _plain_step(self.model)
         if {"make_train_function", "train_step"} & vars(self.model).keys():
-            self._keepable = False  # changed by other code, which may end before the next fit
+            self.cache.usable = False  # changed by other code, which may end before the next fit
         self._make = self.model.make_train_function
         self._cached = self.model.train_function, keras_compiled.compiled_as(self.model)
         self._overrides.set(self.model, "make_train_function", self.make)
@@ -194,7 +167,7 @@ class Attachment(StateAccess):
             if self.model.train_function is None or force:
                 self._build()
         except BaseException:
-            self._keepable = False  # an incomplete step
+            self.cache.usable = False  # an incomplete step
             self.detach()
             raise
         return self.model.train_function
@@ -210,19 +183,15 @@ class Attachment(StateAccess):
 
     def _take_kept(self) -> Any:
         """Take the step of an earlier fit from the model; `None` if it does not fit this one."""
-        if not self._keepable or self.run.recovery.is_built_in:
-            return None
-        kept = vars(self.model).get(_KEPT)
-        forget_step(self.model)
-        return kept.step if kept is not None and kept.fits(self._key()) else None
+        return None if self.run.recovery.is_built_in else self.cache.take(self._key)
 
     def _keep(self) -> None:
         """Keep the step for the next fit, unless it was changed for this one."""
-        if self.trace_key is None or not self._keepable:
+        if self.trace_key is None or not self.cache.usable:
             return
         if not (self.run.recovery.is_built_in or self.transaction.learned.tolerated):
             self.transaction.release_run()
-            overrides.set_instance(self.model, _KEPT, _CachedStep(self._key(), self._made()))
+            self.cache.keep(self._key(), self._made())
 
     def _made(self) -> Any:
         """Return the parts of this fit's step that the next fit needs."""
@@ -232,7 +201,7 @@ class Attachment(StateAccess):
         """Compile the step again, after a change of something that is built into it. If that fails,
         the previous step is used.
         """
-        self._keepable, model = False, self.model
+        self.cache.usable, model = False, self.model
         if self.state == "free" or model.train_function is None:
             return
         transaction, function = self.transaction, model.train_function
@@ -269,7 +238,7 @@ class Attachment(StateAccess):
             self._running = None
             raise
         except BaseException as error:
-            self._keepable = False
+            self.cache.usable = False
             running, self._running = self._running, None
             for release in (
                 self._rescue,

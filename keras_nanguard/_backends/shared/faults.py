@@ -17,7 +17,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_nanguard._backends.shared.attach import forget_step
+from keras_nanguard._backends.shared.step_cache import forget_step
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.data import leaves
 from keras_nanguard._core.errors import GuardError, expected

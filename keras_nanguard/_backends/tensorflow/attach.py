@@ -21,7 +21,7 @@ from keras_nanguard._backends.tensorflow.mirrored import MirroredTransaction
 from keras_nanguard._backends.tensorflow.replica import Retrace
 from keras_nanguard._backends.tensorflow.step import Transaction
 from keras_nanguard._core.errors import expected
-from keras_nanguard._core.verdict import FIELDS, Verdict
+from keras_nanguard._core.verdict import Verdict
 from keras_nanguard._keras import (
     compiled as keras_compiled,
     fitting as keras_fitting,
@@ -220,9 +220,9 @@ class ModelAttachment(_RetracingAccess, attach.Attachment):
     def resolve_pending(self) -> None:
         """Judge the complete steps of an execution that has raised."""
         super().resolve_pending()
-        transaction = self.transaction
-        if transaction.counted and transaction.rows.wait:
-            self.session.after(Executed(None, Verdict.of([0.0] * len(FIELDS)), None))
+        last = self.transaction.rows.last() if self.transaction.counted else None
+        if last is not None:
+            self.session.after(Executed(None, last, None))
 
     def _rescue(self) -> None:
         self.resolve_pending()

@@ -83,7 +83,7 @@ class Intercept(Overrides):
         return self._seen
 
     def on_update(self, record: Update) -> None:
-        """Note an update before it runs."""
+        """Note an update before it runs, also one in a function or conditional within the step."""
 
     def note_created(self, variable: Any) -> None:
         """Note a variable that is created while the body runs, before its first write."""
@@ -100,39 +100,38 @@ class Intercept(Overrides):
         return tf.variable_creator_scope(self._create)
 
     def _applier(self, optimizer: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-        as_written = tf.autograph.experimental.do_not_convert  # this is no code of the user
-        note, note_inner = as_written(self._note), as_written(self._note_inner)
+        note = tf.autograph.experimental.do_not_convert(self._note)  # this is no code of the user
 
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
             given = () if trainable_variables is None else (list(trainable_variables),)
             if not optimizer.built and given:
                 build(optimizer, *given, eagerly=tf.executing_eagerly())
-            if not self._here():
-                if self.graph is None:
-                    note_inner(Update(optimizer, real, grads, *given))
-                return real(grads, *given)
             record = Update(optimizer, real, grads, *given)
-            note(record)
+            if not note(record):
+                return real(grads, *given)
             if self.immediate:
                 record.run()
             return None
 
         return apply
 
-    def _note(self, record: Update) -> None:
-        seen = self.seen()
-        seen.records.append(record)
-        self.on_update(record)
-        if seen.boundary is None:  # what is read until here is not read after it
-            seen.boundary = mark(self.graph)
-
-    def _note_inner(self, record: Update) -> None:
-        """Note an update in a function that an eager step calls, while that function is traced. It
-        will run plainly.
+    def _note(self, record: Update) -> bool:
+        """Note an update; return whether it is recorded. One in a function or conditional within
+        the step will run plainly.
         """
-        with tf.init_scope():
+        with self._outside():
             self.on_update(record)
+        is_recorded, seen = self._here(), self.seen()
+        if is_recorded:
+            seen.records.append(record)
+            if seen.boundary is None:  # what is read until here is not read after it
+                seen.boundary = mark(self.graph)
+        return is_recorded
+
+    def _outside(self) -> Any:
+        """Return a context for code outside of the functions and conditionals within the step."""
+        return tf.init_scope() if self.graph is None else self.graph.as_default()
 
     def _here(self) -> bool:
         """Whether this is the graph of the step, or its eager run, not of a function or conditional
@@ -154,7 +153,7 @@ class Intercept(Overrides):
                 variable = tf.Variable(**kwargs)
         finally:
             self._creating = False
-        with tf.init_scope() if self.graph is None else self.graph.as_default():
+        with self._outside():
             self.note_created(variable)
         return variable
 

@@ -2,7 +2,7 @@
 
 `tf.nn.l2_loss` and `tf.reduce_sum` run near memory bandwidth (17 and 22 GB/s on two cores;
 comparing each entry with `tf.math.is_finite` reaches 13). A sum may overflow although every entry
-is finite. So if a sum is not finite, the entries are read one by one (`counts`, `all_finite`).
+is finite. So if a sum is not finite, the entries are read one by one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from keras_nanguard._core.finiteness import is_inexact
 OPERATIONS = Operations(tf.math.is_finite, tf.logical_not, tf.where, tf.minimum, tf.maximum)
 """The operations for the rules of the transaction."""
 
-LARGE = 1 << 16
-"""Elements above which a tensor is summed separately rather than with others of its shape."""
+JOINED, LARGE = 1 << 12, 1 << 16
+"""Elements from which a tensor is not joined with others of its shape, and not added to them."""
 
 
 def sum_dtype(variables: Iterable[Any]) -> Any:
@@ -56,19 +56,51 @@ def add(scalars: Sequence[Any], dtype: Any) -> Any:
     return tf.add_n(scalars) if len(scalars) > 1 else scalars[0]
 
 
-def squares(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return half the sum of the squares of all entries."""
-    return add([tf.cast(tf.nn.l2_loss(_wide(t)), dtype) for t in tensors if is_inexact(t)], dtype)
+class Reading:
+    """Tensors that are summed, and read one by one if a sum is not finite.
 
-
-def total(tensors: Iterable[Any], dtype: Any) -> Any:
-    """Return the sum of all entries; it is not finite if one entry is not.
-
-    Small tensors of one shape are added first.
+    Args:
+        tensors: tensors and variables; those that cannot be bad are left out.
+        joins: whether small ones of one dtype and shape are joined: to trace and to run, a copy
+            takes less time than an operation for each. Not before an update: how gradients and
+            statistics are read together changes what TensorFlow's graph optimizer combines, and
+            with that the last bit of a step.
     """
-    groups = _alike(map(_wide, filter(is_inexact, tensors))).values()
-    summed = (tf.add_n(group) if len(group) > 1 else group[0] for group in groups)
-    return add([tf.cast(tf.reduce_sum(tensor), dtype) for tensor in summed], dtype)
+
+    def __init__(self, tensors: Iterable[Any], joins: bool = False):
+        groups = _alike(map(_numbers, filter(is_inexact, tensors)), JOINED if joins else 0)
+        self._parts = {p: tf.stack(group) if p[1:] else group[0] for p, group in groups.items()}
+        """The tensors at some places, joined along a new first axis; at one place the tensor."""
+
+    def squares(self, dtype: Any) -> Any:
+        """Return half the sum of the squares of all entries."""
+        return add([tf.cast(tf.nn.l2_loss(_wide(t)), dtype) for t in self._parts.values()], dtype)
+
+    def total(self, dtype: Any) -> Any:
+        """Return the sum of all entries; it is not finite if one entry is not.
+
+        Small tensors of one shape are added first.
+        """
+        groups = _alike(map(_wide, self._parts.values()), LARGE).values()
+        summed = (tf.add_n(group) if len(group) > 1 else group[0] for group in groups)
+        return add([tf.cast(tf.reduce_sum(tensor), dtype) for tensor in summed], dtype)
+
+    def all_finite(self) -> Any:
+        """Return whether all entries are finite, a scalar bool."""
+        groups = _alike(self._parts.values(), LARGE).values()
+        parts = [part for group in groups for part in _real_parts(tf.stack(group))]
+        return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(part)) for part in parts)])
+
+    def counts(self) -> Any:
+        """Return an int64 tensor `(tensors, 3)`: NaN entries, infinite entries, all entries."""
+        if not self._parts:
+            return tf.zeros((0, 3), tf.int64)
+        joined = {places: tensor for places, tensor in self._parts.items() if places[1:]}
+        single = [(place, t) for (place, *more), t in self._parts.items() if not more]
+        for numbers, group in _alike((t for _, t in single), LARGE).items():
+            joined[tuple(single[number][0] for number in numbers)] = tf.stack(group)
+        order = np.argsort([place for places in joined for place in places])
+        return tf.gather(tf.concat(list(map(_counts, joined.values())), 0), order)
 
 
 def settled(sum_: Any, finite: Any) -> Any:
@@ -83,45 +115,27 @@ def settled(sum_: Any, finite: Any) -> Any:
 
 def all_finite(tensors: Iterable[Any]) -> Any:
     """Return whether all entries are finite, a scalar bool."""
-    groups = _alike(map(_numbers, filter(is_inexact, tensors)))
-    parts = [part for group in groups.values() for part in _parts(tf.stack(group))]
-    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(part)) for part in parts)])
-
-
-def counts(tensors: Sequence[Any]) -> Any:
-    """Return an int64 tensor `(len(tensors), 3)`: NaN entries, infinite entries, all entries.
-
-    Args:
-        tensors: tensors and variables that can be bad.
-    """
-    if not tensors:
-        return tf.zeros((0, 3), tf.int64)
-    groups = _alike(map(_numbers, tensors))
-    order = np.argsort([place for places in groups for place in places])
-    return tf.gather(tf.concat([_counts(tf.stack(group)) for group in groups.values()], 0), order)
+    return Reading(tensors).all_finite()
 
 
 def _counts(group: Any) -> Any:
-    """Return the rows of `counts` for each entry of the first axis."""
+    """Return the rows of `Reading.counts` for each entry of the first axis."""
     number = group.shape[0]
 
     def count(test: Callable[[Any], Any]) -> Any:
-        bad = functools.reduce(tf.logical_or, map(test, _parts(group)))
+        bad = functools.reduce(tf.logical_or, map(test, _real_parts(group)))
         return tf.reduce_sum(tf.reshape(tf.cast(bad, tf.int64), (number, -1)), 1)
 
     size = tf.fill([number], tf.size(group, tf.int64) // number)
     return tf.stack([count(tf.math.is_nan), count(tf.math.is_inf), size], 1)
 
 
-def _alike(tensors: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
-    """Return small tensors of one dtype and shape together, by their places; any other one alone.
-
-    One operation for many tensors saves most of the time to trace a deep network.
-    """
+def _alike(tensors: Iterable[Any], large: int) -> dict[tuple[int, ...], list[Any]]:
+    """Return tensors of one dtype and shape together, by their places; a `large` one alone."""
     found: dict[Any, tuple[list[int], list[Any]]] = {}
     for place, tensor in enumerate(tensors):
         size = tensor.shape.num_elements()
-        small = size is not None and size < LARGE
+        small = size is not None and size < large
         key = (tensor.dtype, tuple(tensor.shape)) if small else place
         places, group = found.setdefault(key, ([], []))
         places.append(place)
@@ -129,6 +143,6 @@ def _alike(tensors: Iterable[Any]) -> dict[tuple[int, ...], list[Any]]:
     return {tuple(places): group for places, group in found.values()}
 
 
-def _parts(tensor: Any) -> list[Any]:
+def _real_parts(tensor: Any) -> list[Any]:
     """Return a real tensor, or the real and the imaginary part of a complex one."""
     return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]

@@ -83,14 +83,16 @@ class Measured:
         scale: the smallest loss scale, one that is not finite if there is any, 1 if there is none;
             a scalar of the dtype of the sums.
         losses: the summed losses.
-        looked_at: `(site, path, tensor)` of everything that a report counts.
+        places: `(site, path)` of everything that a report counts.
+        readings: the tensors of each site, in the same order.
     """
 
     inspected: Inspected
     sums: Sequence[Any]
     scale: Any
     losses: Sequence[Any]
-    looked_at: Sequence[tuple[str, str, Any]]
+    places: Sequence[tuple[str, str]]
+    readings: Mapping[str, reductions.Reading]
     updates: Updates
 
 
@@ -130,15 +132,19 @@ class ReplicaTrace:
 
     def on_update(self, record: Update) -> None:
         """Store what becomes known with this update, which has not run yet: weights that belong to
-        no known model, and the scale of an optimizer that the body builds.
+        no known model, the variables of an optimizer of a layer, and the scale of an optimizer that
+        the body builds.
         """
+        run, variables = self.transaction.run, list(record.variables)
+        if record.optimizer in self.train_state.unused:
+            keras_optimizers.note_use(run.model, record.optimizer)
+            variables += record.optimizer.variables
         known = self.keys(self.train_state.trainable) | self.created
-        found = [v for v in record.variables if self.keys([v]).isdisjoint(known)]
+        found = [v for v in variables if self.keys([v]).isdisjoint(known)]
         self.created |= self.keys(found)
         with tf.init_scope():
             for variable in found:
-                native = keras_variables.native(variable)
-                self.transaction.run.note_created(native, keras_variables.read(variable))
+                run.note_created(keras_variables.native(variable), keras_variables.read(variable))
         if self.holds_weights:
             self.hold(found)
         if all(record.optimizer is not known for known, *_ in self.scales):
@@ -214,25 +220,25 @@ class ReplicaTrace:
         losses = seen.losses or transaction.losses(outputs)
         adapted = transaction.adapts_updates and not tf.executing_eagerly()
         updates = Updates(seen.records, state.optimizers, adapted, transaction.immediate)
-        pairs = updates.gradients
-        written = self.statistics(found)
         after = (state.trainable, state.slots) if transaction.immediate else ((), ())
+        paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
+        checked: dict[str, list[tuple[str, Any]]] = {
+            "outputs": seen.outputs,
+            "gradients": [(v.path, gradient) for gradient, v in updates.gradients],
+            "statistics": [(paths.get(id(v.handle), v.name), v) for v in self.statistics(found)],
+            "weights": [(v.path, self.local(v)) for v in after[0]],
+            "slots": [(v.path, self.local(v)) for v in after[1]],
+        }
+        read = {site: reductions.Reading(t for _, t in pairs) for site, pairs in checked.items()}
+        places = [(site, p) for site, pairs in checked.items() for p, t in pairs if is_inexact(t)]
         sums = [
             reductions.add([tf.cast(loss, dtype) for loss in losses], dtype),
-            reductions.squares([g for g, _ in pairs], dtype),
-            reductions.total(written, dtype),
-            *(reductions.total((v.value for v in part), dtype) for part in after),
+            read["gradients"].squares(dtype),
+            *(read[site].total(dtype) for site in ("statistics", "weights", "slots")),
         ]
         scales = [tf.cast(scale, dtype) for _, scale, _ in self.scales]
         scale = rules.common_scale(reductions.OPERATIONS, scales, tf.ones((), dtype))
-        paths = {id(self.local(v).handle): v.path for v in (*state.other, *state.trainable)}
-        checked = [("outputs", name, tensor) for name, tensor in seen.outputs]
-        checked += [("gradients", v.path, gradient) for gradient, v in pairs]
-        checked += [("statistics", paths.get(id(v.handle), v.name), v) for v in written]
-        for site, part in zip(("weights", "slots"), after):
-            checked += [(site, v.path, self.local(v)) for v in part]
-        looked_at = [place for place in checked if is_inexact(place[2])]
-        return Measured(found, sums, scale, losses, looked_at, updates)
+        return Measured(found, sums, scale, losses, places, read, updates)
 
     def statistics(self, found: Inspected) -> list[Any]:
         """Return what the body has written and is judged besides weights and slots."""
@@ -252,11 +258,12 @@ class ReplicaTrace:
         weights = keras_variables.unique(v for r in records for v in r.variables)
         written = {id(v) for r in records for v in r.optimizer.variables}
         slots = [v for v in measured.inspected.train_state.slots if id(v) in written]
-        parts = [list(map(keras_variables.native, part)) for part in (weights, slots)]
-        sums = [reductions.total(part, dtype) for part in parts]
+        natives = [map(keras_variables.native, part) for part in (weights, slots)]
+        parts = [reductions.Reading(part, joins=True) for part in natives]
+        sums = [part.total(dtype) for part in parts]
 
         def checked() -> list[Any]:
-            finite = reductions.all_finite([*parts[0], *parts[1]])
+            finite = parts[0].all_finite() & parts[1].all_finite()
             return [reductions.settled(s, finite) for s in sums]
 
         trusted = tf.math.is_finite(reductions.add(sums, dtype))
@@ -290,8 +297,8 @@ class ReplicaTrace:
         """Return whether all entries but those of outputs are finite, the counts of all, and the
         row of `StepResult.replicas`.
         """
-        counts = reductions.counts([tensor for _, _, tensor in measured.looked_at])
-        decide = tf.constant([site != "outputs" for site, _, _ in measured.looked_at], tf.int64)
+        counts = tf.concat([reading.counts() for reading in measured.readings.values()], 0)
+        decide = tf.constant([site != "outputs" for site, _ in measured.places], tf.int64)
         bad = tf.reduce_sum(counts[:, :2] * decide[:, tf.newaxis])
         finite = reductions.all_finite(measured.losses) & (bad == 0)
         given = [t for t in tf.nest.flatten(self.args, expand_composites=True) if tf.is_tensor(t)]

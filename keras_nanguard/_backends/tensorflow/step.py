@@ -199,21 +199,24 @@ class Rows:
 
     # On the host
 
-    @property
-    def wait(self) -> bool:
-        """Whether there are any that the host has not taken."""
-        return bool(self._rows.size() > 0)
+    def last(self) -> Verdict | None:
+        """Return the last verdict that the host has not taken, `None` if there is none."""
+        rows = self._dequeued()
+        self._rows.enqueue_many([rows])
+        return next((Verdict.of(row) for row in rows.numpy()[-1:].tolist()), None)
 
     def take(self) -> list[Verdict]:
         """Return and remove the verdicts, in the order of the steps, and allow steps to commit."""
         if not self.counted:
             return []
-        with tf.device("CPU:0"):
-            rows = self._rows.dequeue_many(self._rows.size())
-        verdicts = [Verdict.of(row) for row in rows.numpy().tolist()]
+        verdicts = [Verdict.of(row) for row in self._dequeued().numpy().tolist()]
         if any(verdict.halted or not verdict.finite for verdict in verdicts):
             self._halted.assign(False)
         return verdicts
+
+    def _dequeued(self) -> Any:
+        with tf.device("CPU:0"):
+            return self._rows.dequeue_many(self._rows.size())
 
 
 class Reports:

@@ -64,8 +64,7 @@ class StepTrace(intercept.Intercept):
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
         self.transaction, self.replicas = transaction, replicas
-        optimizers = replicas[0].train_state.optimizers
-        super().__init__(transaction.model, optimizers, transaction.immediate)
+        super().__init__(transaction.model, replicas[0].train_state.found, transaction.immediate)
         self.start = intercept.mark(self.graph)
 
     def here(self) -> ReplicaTrace:
@@ -183,7 +182,7 @@ class StepTrace(intercept.Intercept):
         """Return whether all entries of the step are finite, and `counts` and `replicas` as in
         `StepResult`. Entries are only read if a sum is not finite.
         """
-        places = [(site, path) for one in measured for site, path, _ in one.looked_at]
+        places = [place for one in measured for place in one.places]
 
         def looked() -> tuple[Any, Any, Any]:
             finite, counts, replicas = zip(*self.each(ReplicaTrace.look, measured))

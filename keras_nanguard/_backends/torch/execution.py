@@ -58,6 +58,7 @@ class GuardedAttempt(Attempt):
     def on_update(self, update: Update) -> Any:
         """Run an update, unless the verdict refuses it; return its result."""
         update.build()  # as Keras would, so that its variables are noted
+        self._note_use(update.optimizer)
         self.log.keep_gradients()
         if not (self.updated or self.step.stock):
             self.losses_before, self.by_hand_before = self.loss_count, self.written_by_hand()
@@ -66,6 +67,12 @@ class GuardedAttempt(Attempt):
             self.late_writes.begin()  # the body may continue
             return None
         return self._run(update)
+
+    def _note_use(self, optimizer: Any) -> None:
+        """Make an optimizer of a layer part of the train state before its first update."""
+        is_unused = optimizer in self.state.train_state.unused
+        if is_unused and keras_optimizers.note_use(self.step.run.model, optimizer):
+            self.log.created += [(v.value, keras_variables.read(v)) for v in optimizer.variables]
 
     def _judge(self, update: Update) -> None:
         """Compute the verdict before the first update that must wait for it. One that evaluates the

@@ -178,7 +178,7 @@ class Transaction(GuardedStep):
 
     def _intercept(self, state: StateTensors) -> Intercept:
         """Return what records the calls of a step: a new one, or that of the compiled body."""
-        optimizers = state.train_state.optimizers
+        optimizers = state.train_state.found
         if not self.jit or self.learned.is_fresh:
             return Intercept(self.model, optimizers)
         self.compiled = self.compiled or Intercept(self.model, optimizers, self.replayed)

@@ -198,7 +198,7 @@ def test_which_entries_can_be_bad(ref):
 def test_a_complex_entry_may_be_both_nan_and_infinite():
     """It counts as both, as on the other backends."""
     entries = np.array([complex(np.nan, np.inf), complex(0, np.nan), complex(-np.inf, 1), 1], "complex64")
-    found = reductions.counts([tf.constant(entries)]).numpy()
+    found = reductions.Reading([tf.constant(entries)]).counts().numpy()
     assert found.tolist() == [[2, 2, 4]] and finiteness.counts(entries) == (2, 2, 4)
 
 
