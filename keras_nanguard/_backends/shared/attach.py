@@ -23,7 +23,6 @@ from keras_nanguard._keras import (
     overrides,
 )
 
-
 Use = Literal["call", "loop", "none"]
 """What uses a guarded model: a running call of Keras; a hand-written loop, which may have ended in
 an exception; nothing any more.
