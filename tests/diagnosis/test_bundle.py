@@ -351,6 +351,14 @@ def test_a_damaged_bundle_is_refused(copy, name, text):
         replay(copy)
 
 
+@pytest.mark.parametrize("growth", [{"steps": "many"}, {"more": 1}, []])
+def test_a_malformed_growth_is_refused(copy, growth):
+    about = json.loads((copy / "bundle.json").read_text())
+    (copy / "bundle.json").write_text(json.dumps({**about, "growth": growth}))
+    with pytest.raises(BundleError, match="growth"):
+        replay(copy)
+
+
 def test_another_model_is_refused(overflow):
     keras.utils.set_random_seed(0)
     other = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(3)])
