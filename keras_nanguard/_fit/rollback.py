@@ -26,8 +26,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
-from keras_nanguard._policy.decide import PolicyState
-from keras_nanguard._recording.database import REFUSED
+from keras_nanguard._policy.decide import STATE_SITES, PolicyState, is_of_data
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -98,13 +97,12 @@ def last_good(context: ActionContext) -> Snapshot | Literal["present"] | None:
     tested, the snapshot is the one that a rollback would restore.
     """
     run, incident = context.run, context.incident
-    untouched = incident.refused and "state" not in incident.sites
+    bad = _has_bad_state(incident)
     if not incident.diverged:
-        undone = run.ring.last_undone()
-        return undone or ("present" if untouched else run.ring.newest())
+        return run.ring.last_undone() or (run.ring.newest() if bad else "present")
     wanted = chosen(context)
     batches = run.recent.last(WINDOW) if processes.count() == 1 else []
-    if not untouched or wanted is None or not batches:
+    if bad or not incident.refused or wanted is None or not batches:
         return wanted
     earlier = [s for s in run.ring.snapshots if s.step <= wanted.step and s.is_whole()]
 
@@ -156,16 +154,31 @@ def can_rerun(context: ActionContext) -> bool:
 def plan_replay(context: ActionContext, snapshot: Snapshot) -> Rerun | None:
     """Agree with the other processes on the steps since a snapshot that are to be replayed; `None`
     if not all processes have all of their batches, or if replaying them has led to this incident.
-    A committed step that was bad itself is not among them.
     """
-    run, incident, ends = context.run, context.incident, _ends(context)
+    run, incident = context.run, context.incident
     if not can_rerun(context):
         return run.agreement.rerun(None)
-    bad = any(f.kind in ("nonfinite", "out_of_range") for f in incident.findings)
-    by_step = not (incident.refused or context.written_outside)
-    if run.can_run_again and by_step and (ends or bad):
-        run.recent.mark_bad(incident.step)  # this step was bad, not the state before it
+    if _is_to_blame(context):
+        run.recent.mark_bad(incident.step)
     return run.agreement.rerun(known_since(run, snapshot, incident.step))
+
+
+def _is_to_blame(context: ActionContext) -> bool:
+    """Whether the step of the incident would be bad again, from the good state before it: it has
+    left a bad one, or was refused for its data, or once more in a replay.
+    """
+    incident = context.incident
+    if not incident.refused:
+        return _has_bad_state(incident) and not context.written_outside
+    by_state = incident.diverged or _has_bad_state(incident)
+    return is_of_data(incident) or bool(context.replays and not by_state)
+
+
+def _has_bad_state(incident: Incident) -> bool:
+    """Whether the state itself is bad: before a step that was refused, or after another one."""
+    sites = ("state",) if incident.refused else STATE_SITES
+    kinds = ("nonfinite", "out_of_range", "collapse")
+    return any(f.site in sites and f.kind in kinds for f in incident.findings)
 
 
 def restore(
@@ -302,7 +315,7 @@ class ReplayQueue:
         """
         run = self._run
         if run.step == step:
-            run.recent.push(step, None, REFUSED)
+            run.recent.push(step, None, refused=True)
         else:  # it is passed over once the steps before it have run again
             self._batches.insert(step - run.step, None)
 
@@ -314,8 +327,8 @@ class ReplayQueue:
         self._poles.pass_over()
         if args is not None:
             return run.access.run_again(args)
-        run.recent.push(run.step, None, REFUSED)
-        run.counts.advance()
+        run.recent.push(run.step, None, refused=True)
+        run.counts.leave_out()
         return None
 
     def end(self, completed: bool) -> None:

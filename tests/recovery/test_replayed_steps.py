@@ -37,7 +37,7 @@ class TestCounts:
         run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[corrupts(9)])
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
-        assert counts.overflows == counts.epoch.overflows == 1 and counts.refused == 2
+        assert counts.overflows == counts.epoch_overflows == 1 and counts.refused == 2
         assert run.history["refused_steps"] == [counts.refused]
         assert f"epoch 1 metrics exclude {counts.refused} skipped steps of 12" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ class TestCounts:
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
         assert run.history["refused_steps"] == [1, 1] and counts.refused == counts.overflows == 2
-        assert counts.epoch_committed == 7 and counts.epoch.overflows == 1
+        assert counts.epoch_committed == 7 and counts.epoch_overflows == 1
 
 
 class TestRefused:
@@ -235,3 +235,47 @@ def test_a_replay_restores_what_keras_does_not_list(build):
         pytest.skip("JAX has no variables of its own")
     runs = [zoo.run(build, zoo.regression(), guard=NanGuard(verbose=0), epochs=2, callbacks=c) for c in ([], [corrupts(4)])]
     assert zoo.differences(*runs, tolerance=1e-6) == []
+
+
+REPLAY = {"rollback": {"replay_steps": True}}
+
+
+def test_a_replay_leaves_out_the_batch_that_was_refused():
+    """The rollback of a rule costs the bad batch alone, and no further rollback."""
+    guard = NanGuard(rules=[{"name": "back", "do": REPLAY}], verbose=0, diagnose=False)
+    run = zoo.run(zoo.plain, zoo.poison(zoo.regression(), 5), guard=guard, epochs=1)
+    assert [incident.changes for incident in guard.incidents] == [("rollback",)]
+    assert int(run.model.optimizer.iterations.numpy()) == guard.session.run.step - 1
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX a fault counts no replayed steps")
+def test_a_step_that_is_refused_again_in_a_replay_is_left_out():
+    """Its batch is good, so it runs once more: as step 11 of those that are counted here."""
+    guard = NanGuard(rules=[{"name": "back", "do": REPLAY}], verbose=0, diagnose=False)
+    model = zoo.plain(dropout=False)
+    with inject(model, site="loss", step=(5, 11)):
+        zoo.fit(model, zoo.regression(batches=12), guard)
+    details = [outcome.detail for incident in guard.incidents for outcome in incident.outcomes]
+    assert [detail.rpartition("; ")[2] for detail in details] == ["6 later steps replayed", "5 later steps replayed"]
+    assert int(model.optimizer.iterations.numpy()) == 11
+
+
+@pytest.mark.parametrize("do", ["stop", REPLAY])
+def test_a_bad_result_between_two_steps_costs_no_step(do):
+    """The batch of a validation is bad, not the last one of the epoch."""
+    data, bad = zoo.regression(), zoo.poison(zoo.regression(), 0)
+    guard = NanGuard(rules=[{"name": "validation", "site": "validation", "do": do}], verbose=0, diagnose=False)
+    model = zoo.plain(dropout=False)
+    sizes = {"batch_size": zoo.BATCH, "verbose": 0}
+    model.fit(data.x, data.y, validation_data=(bad.x, bad.y), callbacks=[guard], **sizes)
+    assert len(guard.incidents) == 1 and int(model.optimizer.iterations.numpy()) == guard.session.run.step
+
+
+def test_an_epoch_whose_only_step_is_left_out_of_a_replay_has_no_metrics():
+    """Its loss in the History is the last known one, not that of empty metrics, which is 0."""
+    guard, rates = NanGuard("stop", verbose=0, diagnose=False), [0.01, 3e38]
+    set_rate = zoo.Before(lambda model: model.optimizer.learning_rate.assign(rates.pop(0)))
+    build = lambda: zoo.plain(keras.optimizers.SGD(0.01), dropout=False)  # noqa: E731
+    run = zoo.run(build, zoo.regression(batches=1), guard=guard, epochs=3, callbacks=[set_rate])
+    assert guard.stopped and not guard.incidents[0].refused
+    assert run.history["loss"] == [run.history["loss"][0]] * 2 and run.history["loss"][0] > 0
