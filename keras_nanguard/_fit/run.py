@@ -209,6 +209,13 @@ class Run:
         self.created = None if ends else self.created
         return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 
+    def tolerate_created(self) -> list[Any]:
+        """Tolerate Inf or NaN that variables had when tracing created them; return all variables
+        that may have them, none if no variable was created.
+        """
+        first = {id(variable): value for variable, value in self.first_values()}
+        return self.state_check.tolerate(self.train_state(), self.model, first) if first else []
+
     def scan(self, before: bool = False) -> list[Finding]:
         """Read the whole state and return its bad variables; for `before` see `StateCheck.scan`."""
         train_state = self.train_state()
