@@ -314,6 +314,13 @@ class Run:
         if self._folder is not None:
             self._folder.save_changes(self.changes)
 
+    def end_epoch(self) -> None:
+        """Note on disk that the epoch has ended with all callbacks, so that a resumed run does not
+        end it again.
+        """
+        if self._folder is not None:
+            self._folder.end_epoch(self.counts.epoch.number, self.counts.now.batch)
+
     def rewrite(self, restored: Snapshot, passed: int) -> None:
         """Write the current state, which was restored, to disk if it is finite.
 
