@@ -219,9 +219,12 @@ class NanGuard(keras.callbacks.Callback):
         return ReportedRun(self.incidents, self.recording, self.directory)
 
     def _counted(self) -> Totals:
-        """Return the numbers of steps of all fits so far."""
-        totals = self._reported.totals
-        return totals if totals.steps is not None else totals._replace(steps=0)
+        """Return the numbers of steps of all fits so far, without those of earlier runs in the same
+        directory.
+        """
+        totals, earlier = self._reported.totals, self._log.recorder.earlier
+        totals = totals if totals.steps is not None else totals._replace(steps=0)
+        return Totals(*(count - before for count, before in zip(totals, earlier)))
 
     # Loops without `fit`
 
