@@ -119,6 +119,7 @@ class NanGuard(keras.callbacks.Callback):
         self.logs = arguments.flag("logs", logs)
         self.sample_ids = arguments.sample_ids(sample_ids)
         self.session: Session | None = None
+        self._training: Session | None = None  # the last one that is no evaluate or predict
         self._attached: Attached | None = None
         self._loop: Session | None = None
         self._log = GuardLog(arguments.verbosity(verbose), self.sample_ids)
@@ -219,9 +220,11 @@ class NanGuard(keras.callbacks.Callback):
         return ReportedRun(self.incidents, self.recording, self.directory)
 
     def _counted(self) -> Totals:
-        """Return the numbers of steps of all fits so far."""
-        totals = self._reported.totals
-        return totals if totals.steps is not None else totals._replace(steps=0)
+        """Return the numbers of steps of all fits so far, without those of earlier runs in the same
+        directory.
+        """
+        totals, earlier = self._reported.totals, self._log.recorder.earlier
+        return Totals(*((count or 0) - (before or 0) for count, before in zip(totals, earlier)))
 
     # Loops without `fit`
 
@@ -283,14 +286,14 @@ class NanGuard(keras.callbacks.Callback):
     @property
     def refused(self) -> bool:
         """Whether the last step was refused."""
-        return self.session is not None and self.session.run.counts.last_refused
+        return self._training is not None and self._training.run.counts.last_refused
 
     @property
     def stopped(self) -> bool:
         """Whether the policy has ended training. Your own loop has to check this after each step:
         later ones have no effect.
         """
-        return self.session is not None and self.session.run.stopped
+        return self._training is not None and self._training.run.stopped
 
     def _watched(self) -> Session:
         """Return the session of the running loop."""
@@ -449,6 +452,7 @@ class NanGuard(keras.callbacks.Callback):
         if last is not None and last.run.model is model:
             session.follow(last)
         self.session = session
+        self._training = self._training if evaluates() else session
         self._log.begin(run.directory, run.shown)
         return session
 
@@ -511,7 +515,7 @@ class NanGuard(keras.callbacks.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: everything except the fit."""
-        of_fit = dict.fromkeys(("session", "_attached", "_loop", "_model", "params"))
+        of_fit = dict.fromkeys(("session", "_training", "_attached", "_loop", "_model", "params"))
         begins = {"_may_resume": True, "_names_missing": False, "_fits": 0}
         return {**vars(self), **of_fit, **begins}
 

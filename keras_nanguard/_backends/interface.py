@@ -427,6 +427,9 @@ class Run(Protocol):
     def first_values(self, ends: bool = False) -> list[tuple[Any, Any]]:
         """Return these variables with their first values; `ends`: for the last time."""
 
+    def tolerate_created(self) -> list[Any]:
+        """Tolerate Inf and NaN that these variables had at first; return all tolerated ones."""
+
 
 class Session(Protocol):
     """The host side of a run, as a backend uses it: what it calls around each step. The rest of the

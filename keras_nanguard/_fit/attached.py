@@ -46,7 +46,10 @@ class Attached:
             "on_test_begin": lambda logs=None: self._end_last_steps(),
             "on_epoch_end": self._before_epoch_end,
         }
-        after = {"on_train_begin": lambda logs=None: session.start.settle()}
+        after: dict[str, Callable[..., Any]] = {
+            "on_train_begin": lambda logs=None: session.start.settle(),
+            "on_epoch_end": lambda epoch, logs=None: self._note_end(),
+        }
         self.fit = Fit(current_callback_list(), cut_short, before, after)
         self._firewall = Firewall(session, self.fit.callbacks)
         self._plan: Mapping[str, int] = {}
@@ -134,6 +137,14 @@ class Attached:
         data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
+
+    def _note_end(self) -> None:
+        """Note that the epoch has ended with all callbacks, if it was not cut short."""
+        run, steps = self.session.run, self._plan.get("steps")
+        stopped = run.stopped or getattr(run.model, "stop_training", False)
+        whole = not stopped if steps is None else run.counts.now.batch >= steps
+        if self.training and whole:
+            run.end_epoch()
 
     def _add_own(self, logs: dict[str, Any]) -> None:
         """Add the guard's own numbers to the logs of an epoch."""

@@ -140,8 +140,11 @@ class BadRows:
         return _name(by_place[place])
 
     def line(self) -> str:
-        """Return the line with all bad rows, `""` if there is no new one since the last line."""
-        found = list(self._recorder.samples.values())
+        """Return the line with all bad rows of this run, `""` if there is no new one since the last
+        line.
+        """
+        known, first = self._recorder.samples.values(), self._recorder.earlier.steps or 0
+        found = [sample for sample in known if max(sample.steps, default=0) >= first]
         if len(found) <= self._reported:
             return ""
         self._reported = len(found)

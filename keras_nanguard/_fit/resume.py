@@ -33,6 +33,7 @@ class Resumed:
         batch: number of complete batches of this epoch.
         with_state: whether the state of the model is restored. Another callback may have restored a
             later one.
+        ends: whether no batch of the epoch is left: the run only ends it, with its validation.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class Resumed:
     epoch: int
     batch: int
     with_state: bool = True
+    ends: bool = False
 
     def restore(self, run: Run) -> None:
         """Write the state into the model of a run that has not begun, all or none, and restore the
@@ -115,7 +117,8 @@ class Resumed:
         if not self.with_state:
             theirs = f"another callback resumes from epoch {self.epoch + 1}"
             return f"NanGuard: {theirs}, which is later than {self.path}."
-        place = f"{self.path} (epoch {self.epoch + 1}, batch {self.batch + 1})"
+        batch = "end" if self.ends else f"batch {self.batch + 1}"
+        place = f"{self.path} (epoch {self.epoch + 1}, {batch})"
         if self.leaves_nothing_of(epochs):
             return f"NanGuard: restored {place}. Nothing is left to train: fit has epochs={epochs}."
         return f"NanGuard: resuming from {place}."
@@ -225,8 +228,11 @@ def find(directory: str | Path, steps: int | None = None) -> Resumed | None:
             faults.append(str(error))
             warnings.warn(f"NanGuard resumes from an older snapshot: {error}.", stacklevel=2)
             continue
-        more, batch = divmod(record.batch, steps) if steps else (0, record.batch)
-        return Resumed(path, record, guard_state, record.epoch + more, batch)
+        # The last batch of an epoch is not its end, after which the record has the next epoch.
+        more = (record.batch - 1) // steps if steps and record.batch else 0
+        batch = record.batch - more * (steps or 0)
+        ends, epoch = batch == steps, record.epoch + more
+        return Resumed(path, record, guard_state, epoch, batch, ends=ends)
     if faults:
         remedy = f"Start without resume=True, or remove {folder}."
         raise GuardError(expected("a snapshot that can be used", "; ".join(faults), remedy))

@@ -209,6 +209,13 @@ class Run:
         self.created = None if ends else self.created
         return [(v, created[id(v.value)]) for v in variables if id(v.value) in created]
 
+    def tolerate_created(self) -> list[Any]:
+        """Tolerate Inf or NaN that variables had when tracing created them; return all variables
+        that may have them, none if no variable was created.
+        """
+        first = {id(variable): value for variable, value in self.first_values()}
+        return self.state_check.tolerate(self.train_state(), self.model, first) if first else []
+
     def scan(self, before: bool = False) -> list[Finding]:
         """Read the whole state and return its bad variables; for `before` see `StateCheck.scan`."""
         train_state = self.train_state()
@@ -306,6 +313,13 @@ class Run:
         """Save the changes of the policy for another process, if snapshots are on disk."""
         if self._folder is not None:
             self._folder.save_changes(self.changes)
+
+    def end_epoch(self) -> None:
+        """Note on disk that the epoch has ended with all callbacks, so that a resumed run does not
+        end it again.
+        """
+        if self._folder is not None:
+            self._folder.end_epoch(self.counts.epoch.number, self.counts.now.batch)
 
     def rewrite(self, restored: Snapshot, passed: int) -> None:
         """Write the current state, which was restored, to disk if it is finite.

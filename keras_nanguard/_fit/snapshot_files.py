@@ -65,7 +65,8 @@ class SnapshotRecord(Record):
 
     Attributes:
         step: number of complete steps in the fit that took it.
-        epoch, batch: the epoch, and its number of complete batches.
+        epoch, batch: the epoch, and its number of complete batches; once an epoch has ended with
+            all callbacks, the next one and 0.
         verified: whether enough good steps have followed.
         state: SHA-256 of `state.npz`.
         signature: SHA-256 of the shapes and dtypes of all variables, in their order.
@@ -210,9 +211,9 @@ class SnapshotFile:
             warnings.warn(f"NanGuard skips a snapshot: {error}", stacklevel=4)
             return False
 
-    def mark_verified(self) -> None:
-        """Mark the snapshot as verified, unless its folder was removed."""
-        record = self.record.replaced(verified=True)
+    def mark(self, **fields: Any) -> None:
+        """Change these fields of the record, unless the folder of the snapshot was removed."""
+        record = self.record.replaced(**fields)
         if self.path.exists():
             record.write(self.path)
         self.record = record
@@ -330,7 +331,15 @@ class SnapshotFolder:
     def mark_verified(self, file: SnapshotFile) -> None:
         """Mark a snapshot as verified in its files."""
         if not file.record.verified:
-            self._attempt(file.mark_verified)
+            self._attempt(partial(file.mark, verified=True))
+
+    def end_epoch(self, epoch: int, batch: int) -> None:
+        """Note that an epoch has ended after this number of batches: a snapshot with this place is
+        now the state before the next one.
+        """
+        for file in self._files:
+            if (file.record.epoch, file.record.batch) == (epoch, batch):
+                self._attempt(partial(file.mark, epoch=epoch + 1, batch=0))
 
     def remove(self, file: SnapshotFile) -> None:
         """Remove the files of a snapshot."""

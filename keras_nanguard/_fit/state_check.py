@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf, isfinite
 from typing import Any
 
@@ -66,13 +66,24 @@ class StateCheck:
         """Tolerate what was tolerated in an earlier fit of the same model."""
         self.tolerated, self.nan_markers = earlier.tolerated, earlier.nan_markers
 
-    def tolerate(self, train_state: TrainState, model: Any) -> list[Any]:
-        """Tolerate Inf or NaN in variables that have them on purpose, besides those of an earlier
-        fit; return all of them.
+    def tolerate(
+        self, train_state: TrainState, model: Any, first: Mapping[int, Any] | None = None
+    ) -> list[Any]:
+        """Tolerate Inf or NaN in variables that have them on purpose, besides those that are
+        tolerated already; return all of them.
+
+        Args:
+            first: the first values of the new variables, by `id`; `None` if all variables have
+                their first values.
         """
+
+        def value_of(variable: Any) -> Any:
+            return keras_variables.view(variable) if first is None else first[id(variable)]
+
         constants = train_state.constants
-        bad = [v for v in constants if not keras_variables.is_finite(v)]
-        nan = {id(v) for v in bad if finiteness.counts(keras_variables.view(v))[0]}
+        new = constants if first is None else [v for v in constants if id(v) in first]
+        bad = [v for v in new if not finiteness.is_finite(value_of(v))]
+        nan = {id(v) for v in bad if finiteness.counts(value_of(v))[0]}
         self.nan_markers |= nan & keras_layers.states_of_own_layers(model) if nan else set()
         self.tolerated |= self.nan_markers | {id(v) for v in bad} - nan
         return [v for v in constants if id(v) in self.tolerated]

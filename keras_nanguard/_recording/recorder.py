@@ -35,6 +35,7 @@ from keras_nanguard._recording.recording import (
     BadSample,
     EventKind,
     Recording,
+    Totals,
     from_rows,
     read,
 )
@@ -118,6 +119,7 @@ class Recorder:
     Attributes:
         samples: the bad samples so far, by fingerprint and label: rows with the same contents
             share a fingerprint.
+        earlier: the numbers of steps in the file of runs that this one does not resume.
     """
 
     def __init__(self, now: Callable[[], float] = time.time):
@@ -127,6 +129,7 @@ class Recorder:
         self._memory = Memory()
         self._counts = Counter(dict.fromkeys(COUNTED, 0))
         self.samples: dict[tuple[str, str], BadSample] = {}
+        self.earlier = Totals()
         self._fit, self._running = _Fit(), False
         self._places: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MAX_PLACES)
         self._rates = Rates()
@@ -236,10 +239,12 @@ class Recorder:
             resumed: the step of the snapshot that it resumes from, in the fit that took it.
         """
         with self._changing():
-            self._running = True
+            self._running, is_first = True, not self._memory.end
             if path is not None:
                 self._open(path)
             base = since = recorded = self._steps
+            if is_first and resumed is None:
+                self.earlier = Totals(recorded, **self._counts)
             if resumed is not None:
                 base, since = min(self.base + resumed, recorded), self._fit.since
             self._fit = _Fit(base, since, scaled)

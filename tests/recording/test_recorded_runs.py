@@ -314,6 +314,22 @@ def test_incidents_of_another_run_stay(tmp_path):
     assert found.meta["backend"] == zoo.BACKEND and "sequential" in found.meta["model"]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_new_run_in_the_directory_of_an_earlier_one(tmp_path, capsys, resume):
+    """A healthy one says nothing about the earlier run, and counts only its own steps and rows, unless it resumes."""
+    data = zoo.poison(zoo.regression(), 3)
+    zoo.run(zoo.plain, data, guard=NanGuard(directory=tmp_path, resume=True, **QUIET), epochs=1)
+    zoo.run(zoo.plain, data, guard=NanGuard(directory=tmp_path, verbose=0), epochs=1)
+    capsys.readouterr()
+    guard = NanGuard(directory=tmp_path, resume=resume)
+    zoo.run(zoo.plain, zoo.regression(), guard=guard, epochs=1 + resume)
+    assert ("36 steps, 1 skipped" if resume else "12 steps, 0 skipped") in guard.summary()
+    assert ("1 distinct bad row" in capsys.readouterr().out) == resume
+    again = NanGuard(directory=tmp_path)
+    zoo.run(zoo.plain, data, guard=again, epochs=1)
+    assert "12 steps, 1 skipped" in again.summary() and "1 distinct bad row so far: x[26]" in capsys.readouterr().out
+
+
 def looped(guard, data):
     keras.utils.set_random_seed(0)
     model, optimizer = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]), keras.optimizers.SGD(0.01)

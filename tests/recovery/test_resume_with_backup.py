@@ -13,18 +13,23 @@ EPOCHS, BATCHES, BATCH = 4, 6, 16
 
 
 class Dies(keras.callbacks.Callback):
-    """Simulates the end of the process at the beginning of an epoch."""
+    """Simulates the end of the process at the beginning of an epoch, or in its validation."""
 
-    def __init__(self, epoch):
+    def __init__(self, epoch, in_validation=False):
         super().__init__()
-        self.epoch = epoch
+        self.epoch, self.in_validation = epoch, in_validation
 
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == self.epoch:
+        self.now = epoch
+        if epoch == self.epoch and not self.in_validation:
+            raise RuntimeError("dies")
+
+    def on_test_begin(self, logs=None):
+        if self.now == self.epoch:
             raise RuntimeError("dies")
 
 
-def life(kind, callbacks, make=keras.Model, bad=None):
+def life(kind, callbacks, make=keras.Model, bad=None, **more):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((8,))
     outputs = layers.Dense(1)(layers.Dense(16, "relu")(inputs))
@@ -35,7 +40,7 @@ def life(kind, callbacks, make=keras.Model, bad=None):
         x[bad * BATCH, 0] = np.nan
     data = {"x": x, "y": x.sum(1, keepdims=True), "batch_size": BATCH, "shuffle": False}
     try:
-        model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks, **more)
     except RuntimeError as error:
         assert str(error) == "dies"
     return model
@@ -138,3 +143,16 @@ def test_a_resumed_normalization_computes_with_the_restored_values(tmp_path):
             model.fit(x, x[:, :1] - 100.0, **how, callbacks=[guard, *([Dies(1)] if dies else [])])
         predicted.append(model.predict(x, verbose=0))
     np.testing.assert_allclose(predicted[2], predicted[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("epoch, in_validation", [(1, True), (2, False), (EPOCHS - 1, True)])
+def test_each_epoch_ends_once(tmp_path, whole, epoch, in_validation):
+    """Also one whose last step has a snapshot, if the process dies before its end or after it."""
+    ended, validated = [], (np.zeros((4, 8), "float32"), np.zeros((4, 1), "float32"))
+    for more in ([Dies(epoch, in_validation)], []):
+        guard = NanGuard(directory=tmp_path, resume=True, verbose=0, snapshot={"every": BATCHES, "verify_after": 0})
+        end = keras.callbacks.LambdaCallback(on_epoch_end=lambda number, logs: ended.append((number, logs["val_loss"])))
+        model = life({}, [guard, end, *more], validation_data=validated)
+    assert [number for number, _ in ended] == [*range(EPOCHS)] and np.isfinite([loss for _, loss in ended]).all()
+    for one, other in zip(model.get_weights(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

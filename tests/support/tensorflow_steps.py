@@ -42,6 +42,7 @@ def facts(model, created):
         model=model,
         read_train_state=lambda: TrainState.of(model),
         note_created=lambda variable, value: created.append((variable, value)),
+        tolerate_created=list,
     )
 
 

@@ -34,6 +34,7 @@ def facts(model, optimizers=None, note_created=lambda tensor, value: None, refus
         refuses=refuse,
         agreement=Agreement(),
         note_created=note_created,
+        tolerate_created=list,
         read_train_state=lambda: TrainState.of(model, optimizers),
     )
 

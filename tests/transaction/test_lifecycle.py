@@ -371,3 +371,16 @@ def test_an_evaluation_before_the_first_step():
     assert np.isfinite(model.evaluate(*data.all, verbose=0, callbacks=[NanGuard(verbose=0)])).all()
     model.fit(*data.all, validation_data=data.all, verbose=0, callbacks=[guard := NanGuard(verbose=0)])
     assert guard.incidents == [] and left_behind(model) == set()
+
+
+def test_evaluate_and_predict_leave_the_results_of_training():
+    """`stopped` and `refused` describe the training, also after an evaluate with the same guard."""
+    guard, data = NanGuard("stop", verbose=0, diagnose=False), zoo.poison(zoo.regression(), 3)
+    model = zoo.plain()
+    zoo.fit(model, data, guard)
+    assert guard.stopped and guard.refused
+    model.evaluate(*zoo.regression().all, verbose=0, callbacks=[guard])
+    model.predict(zoo.regression().x, verbose=0, callbacks=[guard])
+    assert guard.stopped and guard.refused
+    zoo.fit(model, zoo.regression(), guard)
+    assert not (guard.stopped or guard.refused)

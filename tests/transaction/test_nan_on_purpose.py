@@ -129,3 +129,63 @@ def test_a_marker_that_is_read_as_a_number_is_named():
     fitted(model(Reads()), zoo.regression(), guard, epochs=1)
     diagnosis = guard.incidents[0].diagnosis
     assert diagnosis.cause == "state_nonfinite" and "last_seen" in diagnosis.culprit
+
+
+class Masked(layers.Layer):
+    """Has a mask of -Inf, which it only reads."""
+
+    def build(self, shape):
+        def hides_last(shape, dtype=None):
+            return ops.convert_to_tensor([[0.0] * (shape[1] - 1) + [-np.inf]], dtype)
+
+        self.mask = self.add_weight(shape=(1, shape[-1]), initializer=hides_last, trainable=False)
+
+    def call(self, x):
+        return ops.softmax(x + self.mask)
+
+
+class BuiltByFirstStep(keras.Model):
+    """Its variables do not exist before a step runs, on backends where Keras does not build it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.mask, self.layer, self.out = Masked(), layer, layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.layer(self.mask(x), training=training))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("mode", zoo.MODES)
+def test_what_the_first_step_creates_is_tolerated(mode):
+    """A mask of -Inf, and a mark of NaN that the first step reads and writes."""
+    zoo.supported(zoo.MODES[mode])
+
+    def weights(*callbacks):
+        keras.utils.set_random_seed(0)
+        built = BuiltByFirstStep(Last(reset=True))
+        built.compile(keras.optimizers.SGD(0.05), "mse", **zoo.MODES[mode])
+        return fitted(built, zoo.regression(), *callbacks)
+
+    guard = NanGuard(verbose=0, snapshot={"every": 5})
+    zoo.assert_same(weights(), weights(guard), 1e-5)
+    assert guard.incidents == []
+
+
+@pytest.mark.requires_backend("torch", reason="its loop is written for torch")
+def test_what_the_first_step_of_a_loop_creates_is_tolerated():
+    """As in `fit`, in which Keras builds the model first."""
+    built, guard = BuiltByFirstStep(Last(reset=True)), NanGuard(verbose=0, snapshot={"every": 5})
+    optimizer, data = keras.optimizers.SGD(0.05), zoo.regression()
+
+    def train(x, y):
+        loss = ops.mean(ops.square(built(x, training=True) - y))
+        loss.backward()
+        optimizer.apply([v.value.grad for v in built.trainable_variables], built.trainable_variables)
+        built.zero_grad()
+
+    with guard.watch(built, optimizer):
+        step = guard.step(train)
+        for first in range(0, len(data.x), zoo.BATCH):
+            step(*(ops.convert_to_tensor(a[first : first + zoo.BATCH]) for a in data.all))
+    assert guard.incidents == [] and guard.session.run.counts.committed == data.batches

@@ -96,7 +96,9 @@ class StepTrace(intercept.Intercept):
 
     def inspect(self) -> list[Inspected]:
         """Return what the bodies of the replicas have written; raise `Retrace` for another mode."""
-        train_state = self.transaction.run.read_train_state()
+        run = self.transaction.run
+        train_state = run.read_train_state()
+        self.transaction.tolerate(run.tolerate_created())
         found: list[Inspected] = []
         shared: set[int] = set()
         for replica in self.replicas:

@@ -197,6 +197,17 @@ class Attempt(Recorder):
         tensors |= {key: kept.tensor for key, kept in self.log.kept.items()}
         return {key: (tensor, tensor._version) for key, tensor in tensors.items()}
 
+    def note_created(self) -> None:
+        """Tell the host which variables Keras has created so far; tolerate Inf and NaN that they
+        had at first on purpose.
+        """
+        step, before = self.step, self.learned
+        if self.log.created:
+            for pair in self.log.created:
+                step.run.note_created(*pair)
+            tolerated = {key for v in step.run.tolerate_created() for key in step.keys_of(v)}
+            self.learned = replace(before, tolerated=before.tolerated | tolerated)
+
     def release(self) -> None:
         """Forget everything: an exception that refers to this run would keep its tensors."""
         vars(self.log).clear()

@@ -151,8 +151,7 @@ def _run_body(attempt: GuardedAttempt, intercept: Intercept, args: Sequence[Any]
             raise
         attempt.raised = True
     finally:
-        for pair in attempt.log.created:
-            step.run.note_created(*pair)
+        attempt.note_created()
 
 
 def commit(attempt: Attempt, judged: Judged, learned: Learned) -> tuple[Verdict, Learned]:

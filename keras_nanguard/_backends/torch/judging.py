@@ -141,6 +141,7 @@ def judge(attempt: Attempt) -> Judged:
 def _checked(attempt: Attempt) -> Checked:
     """Return the tensors of a step that are checked."""
     step, log, has_updated = attempt.step, attempt.log, bool(attempt.updated)
+    attempt.note_created()
     state = step.read_state() if log.created else attempt.state
     losses = [loss.detach() for loss in attempt.losses or step.losses(attempt.outputs)]
     gradients = _gradients(attempt, state)
