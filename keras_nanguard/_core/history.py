@@ -113,30 +113,22 @@ class History:
     """The measurements of the last good steps that no rollback has undone, and the first few.
 
     Attributes:
-        statistics, updated: the sums over the moving statistics, and over weights and slots, in the
-            last good step (see `Verdict`), whether it was undone or not.
+        statistics: the sum over the moving statistics in the last good step (see `Verdict`),
+            whether it was undone or not.
     """
 
-    __slots__ = ("_first", "_recent", "statistics", "updated")
+    __slots__ = ("_first", "_recent", "statistics")
 
     def __init__(self) -> None:
         self._first: list[Measured] = []
         self._recent: deque[Measured] = deque(maxlen=LONG)
-        self.statistics = self.updated = 0.0
+        self.statistics = 0.0
 
-    def push(
-        self,
-        step: int,
-        loss: float,
-        squares: float,
-        scale: float,
-        statistics: float,
-        updated: float,
-    ) -> None:
+    def push(self, step: int, loss: float, squares: float, scale: float, statistics: float) -> None:
         """Store one good step: its loss, half the sum of squares of its gradients, its loss scale,
-        and its sums over the state. This runs in every step.
+        and its sum over the statistics. This runs in every step.
         """
-        self.statistics, self.updated = statistics, updated
+        self.statistics = statistics
         measured = Measured(step, loss, squares, scale)
         self._recent.append(measured)
         if step < START_STEPS:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.history import History
 from keras_nanguard._diagnose.evidence import Evidence, OptimizerFacts
@@ -42,7 +43,7 @@ def optimizer_facts(whole: Any, committed: bool = False) -> OptimizerFacts:
     }
     return OptimizerFacts(
         name=type(optimizer).__name__,
-        learning_rate=keras_optimizers.rate_if_known(rate_of, whole),
+        learning_rate=rate_if_known(rate_of, whole),
         epsilon=epsilon,
         epsilon_in_dtype=None if epsilon is None else float(np.asarray(epsilon, rounding)),
         dtype=dtype,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._core.history import onset
 from keras_nanguard._core.incident import (
     MAX_RATE,
@@ -161,8 +162,8 @@ class Incidents:
         measured = {"loss": verdict.loss, "gradient_norm": verdict.gradient_norm}
         # A committed step is counted, so the rate of the next step may be another one.
         read = keras_optimizers.learning_rate if refused else keras_optimizers.rate_before
-        for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
-            rate = keras_optimizers.rate_if_known(read, optimizer)
+        for optimizer in filter(keras_optimizers.rate_is_readable, optimizers[:1]):
+            rate = rate_if_known(read, optimizer)
             if rate is not None:
                 measured["learning_rate"] = rate
         if any(keras_optimizers.is_loss_scaled(optimizer) for optimizer in optimizers):

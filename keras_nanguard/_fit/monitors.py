@@ -1,9 +1,8 @@
 """Checks for finite faults that appear over several steps. They run between two steps, on the host.
 
 A check reads a few small variables. Most findings are only reported. An action follows for a loss
-scale out of range, for a value beyond a limit of the policy, for settled moving statistics of a
-BatchNormalization that jump beyond 1e30, and for second moments beyond 1e30 that the gradients
-cannot have produced. `Divergence` handles runs that are lost as a whole.
+scale out of range, for a value beyond a limit of the policy, and for settled moving statistics of a
+BatchNormalization that jump beyond 1e30. `Divergence` handles runs that are lost as a whole.
 """
 
 from __future__ import annotations
@@ -15,19 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_nanguard._backends import processes
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Finding
 from keras_nanguard._fit.batchnorm import unfrozen
 from keras_nanguard._fit.run import Run
 from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.state_check import HUGE, beyond, checked
-from keras_nanguard._keras import (
-    layers as keras_layers,
-    losses as keras_losses,
-    variables as keras_variables,
-)
-from keras_nanguard._keras.optimizers import second_moments
+from keras_nanguard._keras import layers as keras_layers, variables as keras_variables
 
 LOOKS = (1, 10, 20, 30, 45, 60, 80, 100)
 """Steps of the first checks after the start and after a rollback. Then a check runs every
@@ -40,8 +33,7 @@ LEAP = 1e3
 """Growth of settled moving statistics between two checks above which they are wrong.
 
 With the usual momentum of 0.99 the batches between two checks replace 40 % of a moving average.
-These batches would have to be a thousand times larger than all earlier ones. For second moments it
-is the margin over what all gradients so far can have produced.
+These batches would have to be a thousand times larger than all earlier ones.
 """
 
 SETTLED = 10
@@ -81,12 +73,10 @@ class Monitors:
     Attributes:
         ceiling: sum over the moving statistics of a step (`History.statistics`) above which the
             next check runs at once.
-        highest: the same for weights and slots (`History.updated`).
     """
 
     def __init__(self) -> None:
-        self.ceiling = self.highest = HUGE
-        self._seen, self._gradient = 0, 0.0  # the largest norm up to this step
+        self.ceiling = HUGE
         self._stretch = Stretch()
 
     @np.errstate(all="ignore")  # the values are not finite
@@ -101,19 +91,12 @@ class Monitors:
         step = run.step
         least = 1.0 if run.counts.committed >= SETTLED else HUGE / LEAP
         self.ceiling = max(abs(run.history.statistics), least) * LEAP
-        updated = abs(run.history.updated)
-        is_huge, self.highest = updated > HUGE, max(updated * LEAP, HUGE)
-        norms = [m.norm for m in run.history.since(min(self._seen, step - 1))]
-        self._gradient = max([self._gradient, *norms])
-        self._seen = step
         if run.counts.rollbacks != self._stretch.rollbacks:
             self._stretch = Stretch(run.counts.rollbacks, step)
         stretch = self._stretch
         watches: list[Watch] = [self._zero, self._stuck, self._leap]
         if not scale_is_needed:
             watches.append(self._scale)
-        if is_huge:
-            watches.append(self._moments)
         beyond_limits = _found(self._range, run)
         found = [finding for finding in beyond_limits if finding.path not in stretch.beyond]
         stretch.beyond = {finding.path for finding in beyond_limits}
@@ -172,27 +155,6 @@ class Monitors:
                     yield Finding("statistics", "out_of_range", statistic.path, 0, 0, size, now)
                 elif statistic is layer.moving_variance:
                     yield Finding("statistics", "spike", statistic.path, value=now)
-
-    def _moments(self, run: Run) -> Iterator[Finding]:
-        """Find second moments beyond 1e30 that other code has written.
-
-        A second moment is an average of squared gradients, or their sum. So it never exceeds its
-        initial value plus the largest squared norm of a gradient for each step. Large gradients
-        explain large moments: a healthy run never gets here.
-        """
-        first = run.ring.start
-        own = keras_losses.trains_by_compiled_loss(run.model) and processes.count() == 1
-        if not own or first is None or not first.is_whole() or not self._gradient > 0.0:
-            return
-        explained = run.step * self._gradient**2
-        for moment in second_moments(run.train_state().optimizers):
-            start = first.value(moment)
-            now = finiteness.largest(keras_variables.view(moment))
-            if start is None or not HUGE < now < math.inf:
-                continue
-            if now > LEAP * (finiteness.largest(start) + explained):
-                size = int(np.prod(moment.shape))
-                yield Finding("slots", "out_of_range", moment.path, 0, 0, size, now)
 
     def _scale(self, run: Run) -> Iterator[Finding]:
         """Find a loss scale out of its range."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.errors import GuardError, StateLostError
 from keras_nanguard._core.incident import RATE_LEFT, Incident, Outcome, restored_state
@@ -59,7 +60,7 @@ def perform(
     run = context.run
     if any(isinstance(action, actions.LowerLr) for action in chosen):
         read, optimizers = keras_optimizers.learning_rate, run.train_state().optimizers
-        rates = {id(o): keras_optimizers.rate_if_known(read, o) for o in optimizers}
+        rates = {id(o): rate_if_known(read, o) for o in optimizers}
         known = {key: rate for key, rate in rates.items() if rate is not None}
         context = replace(context, rates_before=known)
     run.ring.promote(run.counts.good)
@@ -342,7 +343,7 @@ def _rates_left(run: Run, restore: bool) -> list[str]:
 
 def _shown(rate: Rate) -> str:
     """Return a learning rate as text."""
-    value = keras_optimizers.rate_if_known(lambda: rate.value)
+    value = rate_if_known(keras_optimizers.learning_rate, rate.optimizer)
     return "an unknown value" if value is None else f"{value:.3g}"
 
 

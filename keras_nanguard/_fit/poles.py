@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._fit.run import Run
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.all_or_none import write_all
@@ -79,4 +80,4 @@ class Poles:
 def _rate(optimizer: Any, iteration: int) -> float:
     """Return the rate of a schedule; 0.0 if it cannot be evaluated outside of a step."""
     read = keras_optimizers.scheduled_rate
-    return keras_optimizers.rate_if_known(read, optimizer, iteration) or 0.0
+    return rate_if_known(read, optimizer, iteration) or 0.0

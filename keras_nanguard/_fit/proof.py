@@ -38,6 +38,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._fit.incidents import incident_of
@@ -345,7 +346,7 @@ class _Trials:
             findings += [Finding("gradients", "stuck", place, 0, 0, None, 0.0) for place in dead]
             notes.append(f"{len(dead)} kernels no longer change at all, including {dead[0]}.")
         (optimizer,) = run.train_state().optimizers
-        rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+        rate = rate_if_known(keras_optimizers.learning_rate, optimizer)
         shown = "" if rate is None else f" (try {rate * best.factor:.1g})"
         advice = (f"Lower the learning rate{shown}, or use a warmup.",)
         culprit = kernel if times >= GROWN else ""

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_nanguard._backends import current, processes
 from keras_nanguard._backends.interface import StateAccess
+from keras_nanguard._backends.shared.replay import rate_if_known
 from keras_nanguard._core import memory
 from keras_nanguard._core.errors import GuardError, StateLostError, expected
 from keras_nanguard._core.history import History
@@ -270,8 +271,8 @@ class Run:
         (`ahead`). A rate that is a custom function is not read.
         """
         optimizers = self.train_state().optimizers
-        for optimizer in filter(keras_optimizers.rate_is_pure, optimizers[:1]):
-            rate = keras_optimizers.rate_if_known(keras_optimizers.learning_rate, optimizer)
+        for optimizer in filter(keras_optimizers.rate_is_readable, optimizers[:1]):
+            rate = rate_if_known(keras_optimizers.learning_rate, optimizer)
             if rate is None:
                 return
             plain = keras_optimizers.rate_variable(optimizer) is not None

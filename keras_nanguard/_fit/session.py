@@ -260,11 +260,10 @@ class Session:
         run, counts, monitors = self.run, self.run.counts, self.tasks.monitors
         step, loss, gradients, scale = counts.step, verdict.loss, verdict.gradients, verdict.scale
         counts.commit()
-        updated = verdict.weights + verdict.slots
-        run.history.push(step, loss, gradients, scale, verdict.statistics, updated)
+        run.history.push(step, loss, gradients, scale, verdict.statistics)
         run.push(step, loss, gradients, scale)
         run.recent.push(step, arguments)
-        if abs(verdict.statistics) > monitors.ceiling or abs(updated) > monitors.highest:
+        if abs(verdict.statistics) > monitors.ceiling:
             run.due.plan("checks", step + 1)
 
     def logs_for_callbacks(self, logs: Any, loss: float = nan, refused: bool = False) -> Any:

@@ -165,7 +165,7 @@ def trial(run: Run, rates: bool = True) -> Iterator[Trial | None]:
         rates: whether learning rates change in it; a schedule then has to be compiled again.
     """
     access, train_state = run.access, run.read_train_state()  # a callback may have compiled it anew
-    is_pure = all(map(keras_optimizers.rate_is_pure, train_state.optimizers))
+    is_pure = all(map(keras_optimizers.rate_is_readable, train_state.optimizers))
     can_be_undone = is_pure and not run.access.transaction.learned.has_hidden_state
     if not (run.can_run_again and run.refuses and can_be_undone and _room(run, rates)):
         yield None

@@ -1,4 +1,5 @@
-"""The Python attributes of what a train step calls: layers, losses, metrics, regularizers.
+"""The Python attributes of what a train step calls: layers, losses, metrics, regularizers, custom
+schedules.
 
 A step may write them: a layer counts its calls, or a metric collects predictions in a list. That is
 no write to a variable, so after a replay it is undone here.
@@ -19,6 +20,7 @@ import numpy as np
 from keras_nanguard._keras import (
     layers as keras_layers,
     losses as keras_losses,
+    optimizers as keras_optimizers,
     variables as keras_variables,
 )
 
@@ -44,19 +46,27 @@ def give_back_tensors(attributes: Iterable[tuple[dict[str, Any], str, Any]]) -> 
 
 
 def called_by_step(model: Any) -> tuple[Any, ...]:
-    """Return what Keras' train step calls: layers, losses, metrics, regularizers, constraints."""
+    """Return what Keras' train step calls: layers, losses, metrics, regularizers, constraints, and
+    learning rate schedules of custom classes.
+    """
     layers = keras_layers.layers_of(model)
     kinds = (keras.regularizers.Regularizer, keras.constraints.Constraint)
     helpers = [item for item in keras_layers.held_by(layers) if isinstance(item, kinds)]
     metrics = keras_losses.with_inner(getattr(model, "metrics", ()))
     losses = [loss for loss in keras_losses.losses_of(model) if hasattr(loss, "__dict__")]
-    return keras_variables.unique([*layers, *losses, *metrics, *helpers])
+    schedules = keras_optimizers.custom_schedules(keras_optimizers.find_optimizers(model))
+    return keras_variables.unique([*layers, *losses, *metrics, *helpers, *schedules])
 
 
 def variables_of(objects: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the Keras variables in attributes of objects, also those that no model lists."""
-    held = keras_layers.held_by(objects)
-    return keras_variables.unique(filter(keras_variables.is_variable, held))
+    """Return the Keras variables in attributes of objects and of their seed generators, also those
+    that no model lists.
+    """
+    held = [*keras_layers.held_by(objects)]
+    seeds = (item for item in held if isinstance(item, keras.random.SeedGenerator))
+    return keras_variables.unique(
+        filter(keras_variables.is_variable, [*held, *keras_layers.held_by(seeds)])
+    )
 
 
 def restorer(objects: Iterable[Any]) -> Callable[[], None]:

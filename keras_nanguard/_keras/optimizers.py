@@ -126,6 +126,20 @@ def given_rate(optimizer: Any) -> Any:
     return getattr(optimizer, "_learning_rate", None)
 
 
+def schedule_of(optimizer: Any) -> Any:
+    """Return the learning rate schedule of an optimizer, `None` if it has none."""
+    given = given_rate(inner(optimizer))
+    return given if isinstance(given, keras.optimizers.schedules.LearningRateSchedule) else None
+
+
+def custom_schedules(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the schedules of optimizers that are of custom classes: a call may change them."""
+    schedules = filter(None, map(schedule_of, optimizers))
+    return [
+        schedule for schedule in schedules if not type(schedule).__module__.startswith("keras.")
+    ]
+
+
 def passed(optimizer: Any) -> tuple[Any, Any]:
     """Return the optimizer, without an adapter, and its rate as they were passed."""
     own = inner(optimizer)
@@ -139,27 +153,15 @@ def learning_rate(optimizer: Any) -> float:
     return float(keras_arrays.read_tensor(keras_variables.native(rate)))
 
 
-def rate_if_known(read: Callable[..., float], *args: Any) -> float | None:
-    """Return the learning rate that `read(*args)` returns; `None` if it raises. A custom schedule
-    may raise anything outside of a step.
-    """
-    try:
-        return read(*args)
-    except Exception:  # noqa: BLE001
-        return None
-
-
 def rate_variable(optimizer: Any) -> Any:
     """Return the variable of a rate that is a number; `None` for a schedule or a callable."""
     given = given_rate(inner(optimizer))
     return given if hasattr(given, "assign") else None
 
 
-def rate_is_pure(optimizer: Any) -> bool:
-    """Whether reading the rate changes nothing; a custom function may count its calls."""
-    given = given_rate(inner(optimizer))
-    schedule = keras.optimizers.schedules.LearningRateSchedule
-    return isinstance(given, schedule) or rate_variable(optimizer) is not None
+def rate_is_readable(optimizer: Any) -> bool:
+    """Whether the rate is a number or an object, not a function: that may count its calls."""
+    return any(held is not None for held in (schedule_of(optimizer), rate_variable(optimizer)))
 
 
 def set_rate(
@@ -189,8 +191,7 @@ def iterations(optimizer: Any) -> Any:
 
 def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
     """Return the iteration of the next or an earlier step; `None` without a schedule."""
-    schedule = given_rate(inner(optimizer))
-    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+    if schedule_of(optimizer) is None:
         return None
     return max(int(keras_variables.read(iterations(optimizer))) - ago, 0)
 
@@ -198,7 +199,7 @@ def scheduled_iteration(optimizer: Any, ago: int = 0) -> int | None:
 def scheduled_rate(optimizer: Any, iteration: int) -> float:
     """Return the rate that the schedule of an optimizer gives at an iteration."""
     step = keras.ops.convert_to_tensor(iteration, dtype=iterations(optimizer).dtype)
-    return float(keras_arrays.read_tensor(given_rate(inner(optimizer))(step)))
+    return float(keras_arrays.read_tensor(schedule_of(optimizer)(step)))
 
 
 @contextmanager

@@ -20,7 +20,9 @@ class Pole(keras.optimizers.schedules.LearningRateSchedule):
         return ops.where(self.at(step, POLE), self.rate, 0.01)
 
 
-def run(schedule, *callbacks, optimizer=keras.optimizers.Adam, options=None, guard=None, **compiled):
+def run(
+    schedule, *callbacks, optimizer=keras.optimizers.Adam, options=None, guard=None, **compiled
+):
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 4)).astype("float32")
     model = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
@@ -51,7 +53,9 @@ def test_pole_is_passed_over(name, set_limit):
     model, guard = run(Pole(case.pop("rate", np.inf)), guard=guard, **case)
     (incident,) = guard.incidents
     assert incident.step == POLE and incident.values["pole"] == POLE
-    assert not np.isfinite(incident.values["learning_rate"]) or incident.values["learning_rate"] > 1e30
+    assert (
+        not np.isfinite(incident.values["learning_rate"]) or incident.values["learning_rate"] > 1e30
+    )
     assert zoo.bad_entries(model) == [] and not model.stop_training
     done = {o.action for o in incident.outcomes if o.status == "done"}
     assert "lower_lr" not in done and guard.session.run.recovery.rates == {}
@@ -102,3 +106,35 @@ def test_pole_within_an_execution_of_several_steps():
     model, guard = run(Pole(), steps_per_execution=4)
     assert [incident.values["pole"] for incident in guard.incidents] == [POLE]
     assert zoo.bad_entries(model) == [] and not model.stop_training
+
+
+class Noisy(keras.optimizers.schedules.LearningRateSchedule):
+    """Rates that change with each call, by a seed generator, NumPy's generator, or a counter."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source, self.seed, self.calls = source, keras.random.SeedGenerator(3), 0
+
+    def __call__(self, step):
+        if self.source == "seed generator":
+            return 0.05 * (1.0 + 0.5 * keras.random.uniform((), seed=self.seed))
+        self.calls += 1
+        return 0.05 * (np.random.uniform() if self.source == "NumPy" else 1.0 / self.calls)
+
+
+@pytest.mark.parametrize("source", ["seed generator", "NumPy", "counter"])
+def test_schedule_that_changes_with_each_call(source):
+    """The guard's own readings of the rate leave no trace, and the rate is recorded."""
+
+    def weights(*callbacks):
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        eager = source != "seed generator" and keras.backend.backend() != "jax"
+        model.compile(keras.optimizers.SGD(Noisy(source)), "mse", run_eagerly=eager)
+        model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=list(callbacks))
+        return model.get_weights()
+
+    guard = NanGuard(verbose=0)
+    assert all(map(np.array_equal, weights(), weights(guard)))
+    assert np.isfinite(guard.recording.steps["learning_rate"]).any()

@@ -28,6 +28,7 @@ from keras_nanguard._core.verdict import LayerRow, Verdict
 from keras_nanguard._keras import (
     arrays as keras_arrays,
     attributes as keras_attributes,
+    optimizers as keras_optimizers,
     variables as keras_variables,
 )
 from keras_nanguard._keras.train_state import TrainState
@@ -91,6 +92,21 @@ def preserved(
         others = keras_attributes.python_state_restored(called)
         with others, replay.preserved((*variables, *seeds), model, optimizers):
             yield
+
+
+def rate_if_known(read: Callable[..., float], optimizer: Any, *args: Any) -> float | None:
+    """Return the learning rate that `read(optimizer, *args)` returns; `None` if it raises.
+
+    A custom schedule may raise anything outside of a step, and what it writes or draws is undone.
+    """
+    with contextlib.ExitStack() as ending:
+        if schedules := keras_optimizers.custom_schedules([optimizer]):
+            ending.enter_context(preserved(keras_attributes.variables_of(schedules)))
+            ending.enter_context(keras_attributes.python_state_restored(schedules))
+        try:
+            return read(optimizer, *args)
+        except Exception:  # noqa: BLE001
+            return None
 
 
 @dataclass(frozen=True, eq=False)
