@@ -217,6 +217,14 @@ def test_the_layer_with_an_index_beyond_its_table_is_named(own):
         assert found.samples == (6,) and "index 9" in found.evidence[0]
 
 
+@pytest.mark.requires_backend("jax", reason="elsewhere an index beyond a table raises an exception")
+def test_the_advice_for_nan_of_an_embedding_is_about_its_table():
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(4, 2, name="table")])
+    found = diagnose(model, np.array([[0, 1, 2], [1, 9, 3]])).diagnosis
+    assert (found.cause, found.samples) == ("forward_domain", (1,))
+    assert "table' inside its domain: make input_dim larger" in found.advice[0]
+
+
 def test_weights_without_targets_are_not_targets(trained):
     weights = np.full(32, np.nan, "float32")
     for y in (None, trained[2]):
