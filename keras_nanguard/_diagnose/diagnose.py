@@ -291,7 +291,7 @@ def _distance(layer: Any, own: Mapping[int, finiteness.Array], count: int) -> _D
     # A channel that is constant in the batch, such as a dead one, says nothing about its variance.
     known = np.where(own_variance > 0.0, own_variance, np.maximum(variance, 0.0)) + layer.epsilon
     ratio = (variance + layer.epsilon) / known
-    away = np.abs(mean - own_mean) / np.sqrt(np.maximum(known, variance))
+    away = np.abs(mean - own_mean) / np.sqrt(np.fmax(known, variance))
     similar = ratio > MAX_VARIANCE_RATIO if count >= MIN_VALUES else np.zeros_like(ratio, bool)
     wrong = (ratio < 1 / MAX_VARIANCE_RATIO) | (away > MAX_MEAN_DEVIATIONS)
     wrong |= similar & (ratio > MAX_SIMILARITY)
