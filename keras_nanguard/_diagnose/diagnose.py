@@ -40,8 +40,17 @@ FORMAT = 1
 """Version of the JSON format of a `DiagnosisReport`."""
 
 MAX_VARIANCE_RATIO = 1e3
-"""Factor between a moving variance and that of the batch above which the moving variance is
-wrong.
+"""Factor between a moving variance and that of the batch above which they are far apart. A batch
+with a larger variance proves that the moving variance is wrong; one with a smaller variance may
+have similar rows.
+"""
+
+MAX_SIMILARITY = 1e6
+"""The same factor above which no similarity of rows explains a smaller variance of the batch."""
+
+MIN_VALUES = 8
+"""Number of values per channel from which their variance may be called too small: few values are
+close together by chance.
 """
 
 MAX_MEAN_DEVIATIONS = 30.0
@@ -171,7 +180,7 @@ def _examine(model: Any, batch: Any, trains: bool) -> DiagnosisReport:
     if found.cause == "unknown" and failed:
         remedy = "Pass one batch, x and y as for fit."
         raise GuardError(expected("data that the model accepts", failed[0], remedy))
-    if not (evidence.bad_site or evidence.state or evidence.notes or failed):
+    if found.cause == "unknown" and not (evidence.bad_site or evidence.state):
         found = replace(found, advice=())
     result = "" if trained is None else trained.run.word
     return DiagnosisReport(found, inference.run.rows, training.run.rows, result)
@@ -181,7 +190,7 @@ def _evidence(
     step: ReplayableStep, batch: Any, inference: _Pass, training: _Pass, shown: _Pass
 ) -> Evidence:
     """Return the evidence of one pass, with the results of both modes and the bad state."""
-    far = {} if training.run.error else _far(step, batch[0][0])
+    far = [] if training.run.error else _far(step, batch[0][0])
     state, run = TrainState.of(step.model, step.optimizers), shown.run
     checked = (*state.trainable, *state.statistics, *state.slots)
     bad = [v.path for v in checked if not keras_variables.is_finite(v)]
@@ -189,8 +198,8 @@ def _evidence(
     if not inference.run.finite or bad:
         path = inference.run.first_path if training.run.finite and not bad else ""
         findings.append(Finding("predictions", path=path))
-    if far:
-        findings.append(Finding("statistics", "out_of_range", next(iter(far))))
+    wrong = (one.path for one in far if one.wrong)
+    findings += [Finding("statistics", "out_of_range", path) for path in list(wrong)[:1]]
     incident = Incident(0, 0, 0, tuple(findings), refused=False)
     evidence = replace(
         known_evidence(step.model, state, incident, batch),
@@ -198,7 +207,7 @@ def _evidence(
             inference="" if inference.run.error else inference.run.word,
             training="" if training.run.error else training.run.word,
         ),
-        notes=tuple(far.values()),
+        notes=tuple(one.sentence for one in far),
     )
     if not run.outputs and training.outputs is not None:  # their width is the number of classes
         outputs = map(keras_arrays.dense, _arrays(training.outputs))
@@ -235,47 +244,67 @@ def _float_arrays(outputs: Any) -> list[Any]:
     return [t for t in found if finiteness.is_float(keras.backend.standardize_dtype(t.dtype))]
 
 
-def _far(step: ReplayableStep, x: Any) -> dict[str, str]:
-    """Return the path of each moving variance whose layer has moving statistics far from those of
-    the inputs `x`, with a sentence.
+class _Distance(NamedTuple):
+    """How far the moving statistics of a layer are from those of the batch.
+
+    Attributes:
+        path: path of its moving variance.
+        sentence: the distance as a sentence.
+        wrong: whether the statistics are wrong, and not only those of less similar rows.
     """
+
+    path: str
+    sentence: str
+    wrong: bool
+
+
+def _far(step: ReplayableStep, x: Any) -> list[_Distance]:
+    """Return the layers whose moving statistics are far from those of the inputs `x`."""
     layers = [layer for layer in keras_layers.batchnorms(step.model) if layer.trainable]
     if not layers:
-        return {}
+        return []
     try:
         with step.preserved():
-            own = {id(v): value for v, value in estimated(step.model, layers, [x])[1]}
+            report, pairs = estimated(step.model, layers, [x])
     except StateLostError:
         raise
     except Exception:  # noqa: BLE001  a custom model may not run this way, or its inputs are bad
-        return {}
-    sentences = ((layer.moving_variance.path, _distance(layer, own)) for layer in layers)
-    return {path: sentence for path, sentence in sentences if sentence}
+        return []
+    own = {id(v): value for v, value in pairs}
+    called = [layer for layer in layers if id(layer.moving_mean) in own]
+    distances = (_distance(one, own, about.samples) for one, about in zip(called, report.layers))
+    return [distance for distance in distances if distance is not None]
 
 
-def _distance(layer: Any, own: Mapping[int, finiteness.Array]) -> str:
+def _distance(layer: Any, own: Mapping[int, finiteness.Array], count: int) -> _Distance | None:
     """Return how far the moving statistics of a layer are from its `own` ones in the batch, by the
-    `id` of the variable, as a sentence; `""` if they are not.
+    `id` of the variable; `None` if they are not.
+
+    Args:
+        count: number of values per channel in the batch.
     """
     variables = (layer.moving_mean, layer.moving_variance)
-    if any(id(v) not in own for v in variables):  # it was not called
-        return ""
     mean, variance = (keras_variables.read(v).astype(np.float64) for v in variables)
     own_mean, own_variance = (own[id(v)].astype(np.float64) for v in variables)
     if not own_variance.any():
-        return ""
+        return None
     # A channel that is constant in the batch, such as a dead one, says nothing about its variance.
     known = np.where(own_variance > 0.0, own_variance, np.maximum(variance, 0.0)) + layer.epsilon
     ratio = (variance + layer.epsilon) / known
-    away = np.abs(mean - own_mean) / np.sqrt(known)
-    wrong = (ratio > MAX_VARIANCE_RATIO) | (ratio < 1 / MAX_VARIANCE_RATIO)
-    wrong |= away > MAX_MEAN_DEVIATIONS
-    if not wrong.any():
-        return ""
-    worst = int(np.argmax(np.where(wrong, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
-    return (
-        f"{layer.moving_variance.path} is far from the statistics of the batch in"
-        f" {int(wrong.sum())} of {wrong.size} channels. Channel {worst} has moving mean"
-        f" {mean[worst]:.3g} and variance {variance[worst]:.3g}; the batch has"
-        f" {own_mean[worst]:.3g} and {own_variance[worst]:.3g}."
+    away = np.abs(mean - own_mean) / np.sqrt(np.fmax(known, variance))
+    similar = ratio > MAX_VARIANCE_RATIO if count >= MIN_VALUES else np.zeros_like(ratio, bool)
+    wrong = (ratio < 1 / MAX_VARIANCE_RATIO) | (away > MAX_MEAN_DEVIATIONS)
+    wrong |= similar & (ratio > MAX_SIMILARITY)
+    far = wrong if wrong.any() else similar
+    if not far.any():
+        return None
+    worst = int(np.argmax(np.where(far, np.abs(np.log(np.maximum(ratio, 1e-30))) + away, 0.0)))
+    path = layer.moving_variance.path
+    explained = "" if wrong.any() else " Similar rows, as of one class, may explain this."
+    sentence = (
+        f"{path} is far from the statistics of the batch in {int(far.sum())} of {far.size}"
+        f" channels. Channel {worst} has moving mean {mean[worst]:.3g} and variance"
+        f" {variance[worst]:.3g}; the batch has {own_mean[worst]:.3g} and"
+        f" {own_variance[worst]:.3g}.{explained}"
     )
+    return _Distance(path, sentence, bool(wrong.any()))

@@ -173,8 +173,8 @@ class TrialFacts:
         rescaled: with inputs and targets scaled to unit magnitude.
         at_start: with the initial state in place of the current one.
         rows: rows to blame.
-        inference: whether outputs in inference mode are finite.
-        training: the same in training mode, if both were measured.
+        inference: of `diagnose`, whether outputs in inference mode are finite.
+        training: the same in training mode.
     """
 
     target_fault: TargetFault | None = None

@@ -244,21 +244,6 @@ def _at_start(case: Case) -> dict[str, Any]:
         return {"at_start": case.again(case.batch).word}
 
 
-def _in_inference(case: Case) -> dict[str, Any]:
-    """Is the forward pass finite in inference mode?"""
-    origin, data = case.evidence.replay.origin, case.batch[0] if len(case.batch) == 1 else None
-    forward = origin.phase == "forward" and origin.source == "operation"
-    if case.evidence.trials.inference or not forward or not isinstance(data, tuple):
-        return {}
-    with case.step.preserved():
-        try:
-            outputs = case.step.model(data[0], training=False)
-        except Exception:  # noqa: BLE001  a custom model need not accept this call
-            return {}
-    arrays = (array for _, array in keras_arrays.named_arrays(outputs))
-    return {"inference": "finite" if all(map(finiteness.is_finite, arrays)) else "bad"}
-
-
 def _with_scaled_data(case: Case) -> dict[str, Any]:
     """Does training on this batch, from the initial state, diverge only if the data is unscaled?"""
     e, step, start = case.evidence, case.step, case.start
@@ -288,7 +273,6 @@ TRIALS: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _unscaled,
     _without_rows,
     _at_start,
-    _in_inference,
     _with_scaled_data,
 )
 """The trials in order: each returns fields of `TrialFacts`, none if it is not needed."""

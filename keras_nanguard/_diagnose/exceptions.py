@@ -10,10 +10,13 @@ import keras
 import numpy as np
 
 from keras_nanguard._backends.shared import batches
-from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._core import finiteness
+from keras_nanguard._core.incident import Diagnosis, Finding, Incident
 from keras_nanguard._core.literals import Cause
-from keras_nanguard._diagnose.causes import SEEN, SHOWN
-from keras_nanguard._diagnose.sentences import at_rows
+from keras_nanguard._diagnose.advice import advice as advice_for
+from keras_nanguard._diagnose.causes import SEEN, SHOWN, Conclusion
+from keras_nanguard._diagnose.evidence import BatchFacts, Evidence
+from keras_nanguard._diagnose.sentences import at_rows, data_sentences
 from keras_nanguard._diagnose.targets import (
     INDICES,
     LossTargets,
@@ -93,11 +96,24 @@ def _class_index(
             seen = f"The targets contain {wrong.clause}, in {at_rows(rows)}."
             valid = str(classes - 1) if classes else valid
             break
+        if one.part is not None and not finiteness.is_finite(one.part.array):
+            return _nonfinite(batch, one.part.path)
     on_gpu = "On a CPU the backend raises an exception here; on a GPU the loss may be NaN instead."
     advice = f"Give {culprit!r} class indices from 0 to {valid}, or make the last layer wider."
     finding = Finding("targets", "out_of_range")
     cause: Cause = "target_out_of_range"
     return finding, Diagnosis(cause, culprit, rows, (seen, on_gpu), (advice,), SEEN)
+
+
+def _nonfinite(batch: Any, path: str) -> Explained:
+    """NaN or Inf where an index is expected, in the targets of this path in the batch."""
+    bad = tuple(p for p in batches.bad(batch, ("targets",)) if p.name == path)
+    finding, rows = Finding("targets", "nonfinite"), bad[0].rows
+    facts = BatchFacts(batches.row_count(batch), targets_bad=bad)
+    conclusion = Conclusion("target_nonfinite", path, rows, SEEN)
+    advice = advice_for(Evidence(Incident(0, 0, 0, (finding,)), batch=facts), conclusion)
+    seen = tuple(data_sentences(facts))
+    return finding, Diagnosis("target_nonfinite", path, rows, seen, advice, SEEN)
 
 
 def _class_indices(

@@ -216,12 +216,13 @@ def _reruns(e: Evidence) -> Iterator[str]:
         f"Restarted with {scaled}, training": e.trials.rescaled,
         "With the initial weights the same batch": e.trials.at_start,
         f"Without {at_rows(e.trials.rows)} the same step": e.trials.without_rows,
-        "In inference mode the forward pass": e.trials.inference,
-        "In training mode the forward pass": e.trials.training,
     }
     for change, result in reruns.items():
         if result in ("finite", "bad"):
             yield f"{change} is {'finite' if result == 'finite' else 'bad as well'}."
+    for mode, result in (("inference", e.trials.inference), ("training", e.trials.training)):
+        if result:
+            yield f"In {mode} mode the forward pass is {result}."
     if e.replay.result == "finite":
         yield "An eager replay of the step is finite."
     if e.replay.same_mode:

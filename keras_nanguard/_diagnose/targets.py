@@ -74,14 +74,14 @@ def rejected(loss: Any, targets: np.ndarray[Any, Any], width: int) -> Rejected |
         ignored = option_of(loss, "ignore_class")
         wrong = wrong if ignored is None else wrong & (wide != ignored)
         classes = f" with {width} classes" if width else ""
-        return _first(wide, wrong, f"class index {{:g}}{classes}", 0)
+        return _first(wide, wrong, f"class index {{}}{classes}", 0)
     error = _rounding_error(targets)
     if kind in PROBABILITIES:
         wrong = (wide < -error) | (wide > 1 + error)
-        words = "{:g} instead of a probability from 0 to 1"
+        words = "{} instead of a probability from 0 to 1"
         return _first(wide, wrong, words, wide.clip(0, 1))
     if kind in _NOT_NEGATIVE:
-        return _first(wide, wide < -error, "the negative number {:g}", wide.clip(0))
+        return _first(wide, wide < -error, "the negative number {}", wide.clip(0))
     return None
 
 
@@ -96,11 +96,16 @@ def _rounding_error(targets: finiteness.Array) -> float:
 
 
 def _first(wide: Any, wrong: Any, words: str, valid: Any) -> Rejected | None:
-    """Return the rows of wrong targets and, in `words`, the first of them; `None` if none is."""
+    """Return the rows of wrong finite targets and, in `words`, the first of them; `None` if none is
+    wrong.
+    """
+    wrong = wrong & np.isfinite(wide)
     if not wrong.any():
         return None
     rows = np.flatnonzero(wrong.reshape(len(wrong), -1).any(axis=1)) if wrong.ndim else ()
-    clause = words.format(wide[wrong].flat[0])
+    first = float(wide[wrong].flat[0])
+    exact = first.is_integer() and abs(first) < 2**53
+    clause = words.format(f"{first:.0f}" if exact else f"{first:g}")
     return Rejected(tuple(map(int, rows)), clause, np.where(wrong, valid, wide))
 
 

@@ -237,6 +237,9 @@ _MAX_INPUT = 1e3
 """Maximum magnitude of an input. Pixels reach 255; initializers assume inputs of about 1, and
 outputs scale with them."""
 
+_NORMS = ("BatchNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization")
+"""Layers that scale what they are given, and so the inputs if they are first."""
+
 _OF_CLASSES = ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence")
 """Losses whose targets are a probability for each class."""
 
@@ -258,6 +261,8 @@ def input_scale(subject: Subject) -> Iterator[Site]:
     scaling = {"Normalization", "Rescaling", "Embedding"}
     if any(scaling & {placed.kind, type(placed.layer).__name__} for placed in subject.layers):
         return
+    if any(one.kind in _NORMS and subject.takes_input(one) for one in subject.operations):
+        return
     for name, array in subject.inputs():
         found = statistics([array]) if array.dtype.kind == "f" else None
         if found and (largest := max(-(found.min or 0.0), found.max or 0.0)) > _MAX_INPUT:
@@ -275,6 +280,8 @@ def labels_out_of_range(subject: Subject) -> Iterator[Site]:
             yield output.name, f"targets with {found.clause}, which {kind} does not accept"
         elif class_of(output.loss) in _OF_CLASSES and array.ndim == len(output.shape) > 1:
             total = array.astype(np.float64).sum(class_axis(output.loss))
+            ignored = total == 0.0  # rows without a class, whose loss is 0
+            total = total if ignored.all() else total[~ignored]
             if np.abs(total - 1).max() > 0.01:
                 sums = f"{total.min():g} to {total.max():g}"
                 yield output.name, f"rows of targets that add up to {sums} instead of 1"

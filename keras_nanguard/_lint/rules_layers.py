@@ -7,14 +7,22 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
+from keras_nanguard._core.plain_values import times
 from keras_nanguard._files.live import live_arrays
 from keras_nanguard._files.scan import statistics
-from keras_nanguard._keras.layers import arguments_of, source_of
+from keras_nanguard._keras.layers import arguments_of, class_of, source_of
 from keras_nanguard._keras.variables import read
 from keras_nanguard._lint.rule import Site, rule
-from keras_nanguard._lint.subject import POSITIVE, Placed, Subject, activation_name
+from keras_nanguard._lint.subject import (
+    POSITIVE,
+    Placed,
+    Subject,
+    activation_name,
+    last_activation,
+)
 
 _BOUNDED = ("tanh", "sigmoid", "hard_sigmoid", "softsign", "softmax", "hard_tanh", "sparsemax")
 
@@ -31,9 +39,18 @@ _DOMAINS = {
 }
 """Operations that are not defined for every number, and the index of the argument that matters."""
 
-_SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Maximum", "Clip")
+_SAFE = ("Softplus", "Exp", "Sigmoid", "Softmax", "Cosh", "Maximum", "Clip")
 """Operations whose result is positive (unless a sigmoid underflows), or that the user bounds away
 from 0."""
+
+_KEEP_SIGN = ("Sqrt", "Sum", "Mean", "Prod", "Max", "Min", "Reshape", "ExpandDims", "Squeeze")
+"""Operations whose result is positive if their first argument is."""
+
+_OF_SEVERAL = ("Add", "Multiply", "Divide", "TrueDivide", "Where")
+"""Operations whose result is positive if all of their arguments are."""
+
+_MAX_DEPTH = 8
+"""Number of operations through which a positive number is followed."""
 
 
 @rule(
@@ -72,22 +89,22 @@ def _unlike_kernels(subject: Subject, trained: bool) -> Iterator[Site]:
         elif any(getattr(placed.layer, name, None) is not None for name in names):
             kernels.append(placed)
     word, other = ("trained", "frozen") if trained else ("frozen", "trained")
-    for tower, (norms, kernels) in groups.items():
+    for base, (norms, kernels) in groups.items():
         found = [placed for placed in norms if placed.layer.trainable == trained]
         if found and kernels and all(placed.layer.trainable != trained for placed in kernels):
-            whose = f"{tower or subject.model.name}, whose kernels are {other}"
+            whose = f"{base or subject.model.name}, whose kernels are {other}"
             yield found[0].path, f"{len(found)} {word} BatchNormalization layers in {whose}"
 
 
-@rule("warning", fix="Freeze all layers of the tower, or none.")
+@rule("warning", fix="Freeze all layers of the base model, or none.")
 def batchnorm_frozen(subject: Subject) -> Iterator[Site]:
     """Frozen BatchNormalization among trainable layers."""
     return _unlike_kernels(subject, trained=False)
 
 
-@rule("warning", fix="Call the tower with training=False, and freeze all of its layers.")
+@rule("warning", fix="Call the base model with training=False, and freeze all of its layers.")
 def batchnorm_thawed(subject: Subject) -> Iterator[Site]:
-    """Trainable BatchNormalization in a frozen tower."""
+    """Trainable BatchNormalization in a frozen base model."""
     return _unlike_kernels(subject, trained=True)
 
 
@@ -103,7 +120,8 @@ def normalization_not_adapted(subject: Subject) -> Iterator[Site]:
         given = getattr(placed.layer, "input_variance", None)
         variance = np.asarray(own.get("variance", given), np.float64)
         if constant := int((variance == 0).sum()):
-            yield placed.path, f"{constant} features are constant"
+            verb = "is" if constant == 1 else "are"
+            yield placed.path, f"{times(constant, 'feature')} {verb} constant"
         elif "mean" not in own or rescaled:
             continue
         elif (own["mean"] == 0).all() and (variance == 1).all():
@@ -209,10 +227,29 @@ def _argument(operation: Any, place: int) -> Any:
     return None if source is None else source[0]
 
 
-def _protected(operation: Any) -> bool:
-    kind = type(operation).__name__
-    if kind in _SAFE:
+def _protected(operation: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Whether the result of an operation is positive, or bounded away from 0 by a constant."""
+    kind = class_of(operation)
+    if kind in _SAFE or last_activation(operation) in POSITIVE:
         return True
-    if kind == "Add" and any(isinstance(value, (int, float)) for value in arguments_of(operation)):
-        return True
-    return activation_name(getattr(operation, "activation", None)) in POSITIVE
+    if kind not in (*_KEEP_SIGN, *_OF_SEVERAL) or not depth:
+        return False
+    values = keras.tree.flatten(arguments_of(operation))
+    if kind in _KEEP_SIGN:
+        return _is_positive(values[0], depth)
+    values = values[1:] if kind == "Where" else values
+    bounded = kind in ("Add", "Where") and any(map(_is_bound, values))
+    return bounded or all(_is_positive(value, depth) for value in values)
+
+
+def _is_positive(value: Any, depth: int) -> bool:
+    source = source_of(value)
+    return _is_bound(value) if source is None else _protected(source[0], depth - 1)
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether an argument is a constant other than 0."""
+    is_number = isinstance(value, (int, float)) or hasattr(value, "dtype")
+    if not is_number or source_of(value) is not None:
+        return False
+    return bool(np.all(keras.ops.convert_to_numpy(value) != 0))

@@ -134,10 +134,10 @@ class Subject:
         metrics = _per_output(given_metrics(self.model), names)
         found = []
         for name, tensor, loss, given in zip(names, tensors, losses, metrics, strict=False):
-            operation, shape = _origin(tensor)
+            operation, shape = origin_of(tensor)
             listed = given if isinstance(given, (list, tuple)) else [given]
             own = tuple(filter(None, map(_as_loss, listed)))
-            path, activation = str(getattr(operation, "name", name)), _activation(operation)
+            path, activation = str(getattr(operation, "name", name)), last_activation(operation)
             of_one = activation == "softmax" and _is_of_one(operation, shape)
             about = (path, activation, of_one, str(tensor.dtype), tuple(tensor.shape))
             found.append(Output(name, *about, _as_loss(loss), own))
@@ -157,6 +157,13 @@ class Subject:
         """Return the inputs and targets that are arrays of numbers, with their names."""
         targets = [(f"targets of {output.name}", array) for output, array in self.targets()]
         return [*self.inputs(), *(targets or _named("y", "target", self.y))]
+
+    def takes_input(self, placed: Placed) -> bool:
+        """Whether an operation takes an input of a model as it is, or in another shape."""
+        return any(
+            class_of(origin_of(tensor)[0]) == "InputLayer"
+            for tensor in symbolic_arguments(placed.layer, 0)
+        )
 
 
 def _named(whole: str, part: str, given: Any) -> list[tuple[str, NDArray[Any]]]:
@@ -179,7 +186,7 @@ def activation_name(activation: Any) -> str | None:
     return str(name) if name else None
 
 
-def _origin(tensor: Any) -> tuple[Any, tuple[int | None, ...]]:
+def origin_of(tensor: Any) -> tuple[Any, tuple[int | None, ...]]:
     """Return the operation that computes a symbolic tensor, through nested models and changes of
     shape, and the shape of its result; `None` if it is not known."""
     for _ in range(100):
@@ -196,8 +203,14 @@ def _origin(tensor: Any) -> tuple[Any, tuple[int | None, ...]]:
     return None, ()
 
 
-def _activation(operation: Any) -> str | None:
+def last_activation(operation: Any) -> str | None:
+    """Return the name of the activation with which a layer or operation ends, `"linear"` if it has
+    none; `None` if it is not known, as for a class with its own `call`.
+    """
     kind = class_of(operation)
+    call = getattr(type(operation), "call", None)
+    if not getattr(call, "__module__", "").startswith("keras."):
+        return None
     if kind in _ACTIVATIONS:
         return _ACTIVATIONS[kind]
     return activation_name(operation.activation) if hasattr(operation, "activation") else None

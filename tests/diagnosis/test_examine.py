@@ -65,6 +65,54 @@ def test_a_channel_that_is_constant_in_the_batch_is_healthy(scale):
     assert diagnose(model, batch).diagnosis.cause == "batchnorm_statistics"
 
 
+def test_a_frozen_model_within_reads_its_statistics_in_both_modes():
+    """As in transfer learning. Each layer of it divides by 0 if it reads other ones."""
+    x = np.random.default_rng(0).standard_normal((32, 4)).astype("float32")
+    backbone = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(12))])
+    backbone.trainable = False
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(backbone(inputs, training=False)))
+    model.compile("adam", "mse")
+    found = diagnose(model, x, x[:, :1])
+    assert found.ok
+    assert [row.maximum for row in found.training] == [row.maximum for row in found.inference]
+
+
+def normalized(mean, variance):
+    """Return a healthy model, with its moving statistics."""
+    norm = layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((64,)), norm, layers.Dense(1)])
+    norm.moving_mean.assign(np.full(64, mean))
+    norm.moving_variance.assign(np.full(64, variance))
+    return model
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 32])
+def test_statistics_of_all_data_are_right_for_a_few_rows_of_it(rows):
+    """Two rows are close together in some channels, by chance."""
+    x = 20.0 * np.random.default_rng(0).standard_normal((rows, 64)).astype("float32")
+    assert diagnose(normalized(0.0, 400.0), x).ok
+
+
+def test_statistics_of_all_data_are_right_for_rows_of_one_class():
+    """Classes that are far apart have a larger variance than each of them; a note says so."""
+    x = np.random.default_rng(0).normal(200.0, 1.0, (32, 64)).astype("float32")
+    found = diagnose(normalized(100.0, 1e4), x)
+    assert found.ok and not found.diagnosis.advice
+    assert "64 of 64 channels" in str(found) and "Similar rows" in str(found)
+
+
+@pytest.mark.requires_backend("jax", reason="elsewhere the step raises an exception")
+def test_targets_that_the_loss_ignores_come_with_advice():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    labels = np.zeros(16, "int64")
+    labels[3] = 7
+    found = diagnose(model, np.ones((16, 4), "float32"), labels).diagnosis
+    assert (found.cause, found.samples) == ("target_out_of_range", (3,))
+    assert found.advice
+
+
 @pytest.mark.parametrize("rate, step", [(1e-20, "finite"), (1e30, "bad")])
 def test_gradients_whose_squares_overflow_are_judged_by_their_update(rate, step):
     """As in training: a step that leaves everything finite commits."""
@@ -167,6 +215,14 @@ def test_the_layer_with_an_index_beyond_its_table_is_named(own):
     assert ("own" in found.culprit) is own
     if not own:
         assert found.samples == (6,) and "index 9" in found.evidence[0]
+
+
+@pytest.mark.requires_backend("jax", reason="elsewhere an index beyond a table raises an exception")
+def test_the_advice_for_nan_of_an_embedding_is_about_its_table():
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(4, 2, name="table")])
+    found = diagnose(model, np.array([[0, 1, 2], [1, 9, 3]])).diagnosis
+    assert (found.cause, found.samples) == ("forward_domain", (1,))
+    assert "table' inside its domain: make input_dim larger" in found.advice[0]
 
 
 def test_weights_without_targets_are_not_targets(trained):

@@ -162,3 +162,24 @@ def test_mixtures_in_the_dtype_of_the_targets_are_accepted(dtype):
 def test_a_class_index_is_exact():
     found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 3, -1, 2]), 3)
     assert found.rows == (1, 2) and found.valid.tolist() == [0, 0, 0, 2]
+
+
+def test_a_large_class_index_is_shown_in_full():
+    found = rejected(keras.losses.SparseCategoricalCrossentropy(), np.array([0, 1234567]), 3)
+    assert "class index 1234567 " in found.clause
+
+
+@pytest.mark.requires_backend("tensorflow", "torch", reason="on JAX the loss stays finite")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_missing_label_is_no_class_index(value):
+    """The loss casts it to some integer, which no class has."""
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    x, y = np.ones((16, 8), "float32"), np.zeros(16, "float32")
+    y[7] = value
+    guard = NanGuard(verbose=0)
+    with contextlib.suppress(Exception):  # on a CPU the step raises one
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[guard])
+    for found in (guard.incidents[0].diagnosis, diagnose(model, x, y).diagnosis):
+        assert (found.cause, found.samples) == ("target_nonfinite", (7,))
+        assert "Clean 'y'" in found.advice[0] and "'y' contains 1 " in " ".join(found.evidence)

@@ -125,6 +125,56 @@ def test_loss_and_last_activation(activation, loss, codes):
     assert head(activation, loss) == codes
 
 
+class Head(layers.Layer):
+    """A hidden layer and classes. Its activation is not its last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.activation = keras.activations.relu
+        self.hidden, self.classes = layers.Dense(16), layers.Dense(3, activation="softmax")
+
+    def call(self, x):
+        return self.classes(self.activation(self.hidden(x)))
+
+
+class Classes(layers.Dense):
+    def call(self, x):
+        return keras.ops.softmax(super().call(x))
+
+
+class SameCall(layers.Dense):
+    """A layer that computes what its base does."""
+
+
+@pytest.mark.parametrize("layer", [Head, lambda: Classes(3), lambda: SameCall(3, activation="softmax")])
+def test_the_activation_of_a_layer_with_its_own_call_is_not_known(layer):
+    model = keras.Sequential([keras.Input((4,)), layer()])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    assert lint(model).ok
+    model = keras.Sequential([keras.Input((4,)), SameCall(3)])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    assert not lint(model).ok
+
+
+@pytest.mark.parametrize("norm", [layers.BatchNormalization, layers.LayerNormalization])
+def test_a_normalization_scales_the_inputs_if_it_is_first(norm):
+    x = np.full((8, 4), 5000.0, "float32")
+    first = keras.Sequential([keras.Input((4,)), layers.Reshape((2, 2)), norm(), layers.Dense(1)])
+    second = keras.Sequential([keras.Input((4,)), layers.Dense(1), norm()])
+    assert lint(first, x).ok
+    assert [hazard.code for hazard in lint(second, x).hazards] == ["input_scale"]
+
+
+def test_rows_without_a_class_are_ignored():
+    """The loss there is 0, as for pixels that count for no class."""
+    model = keras.Sequential([keras.Input((4, 3)), layers.Dense(3, activation="softmax")])
+    model.compile("adam", "categorical_crossentropy")
+    x, y = np.zeros((8, 4, 3), "f4"), np.eye(3)[np.zeros((8, 4), int)]
+    y[:, :2] = 0.0
+    assert lint(model, x, y).ok
+    assert not lint(model, x, 0.5 * y).ok
+
+
 def test_a_metric_that_expects_logits_takes_them():
     metrics = keras.metrics
     for metric in (metrics.CategoricalCrossentropy, metrics.BinaryCrossentropy):
@@ -342,9 +392,20 @@ def test_protected_operations_are_safe():
         ops.log(layers.Dense(3, activation=ops.exp)(inputs)),
         x / (ops.norm(x, axis=-1, keepdims=True) + 1e-9),
         x / 255.0,
+        x / ops.sqrt(ops.var(x, axis=-1, keepdims=True) + 1e-6),
+        ops.exp(x) / ops.sum(ops.exp(x), axis=-1, keepdims=True),
+        x / ops.cosh(x),
+        x / (2.0 * ops.softplus(x)),
+        x / (ops.abs(x) + np.float32(1e-6)),
+        ops.log(ops.where(x > 1e-3, x, 1e-3)),
+        x / layers.Add()([ops.softplus(x), ops.exp(x)]),
     ):
         assert lint(keras.Model(inputs, expression)).ok
-    for expression in (ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)):
+    for expression in (
+        *(ops.log(x), 1.0 / x, x / ops.sum(x, axis=-1, keepdims=True), ops.rsqrt(x)),
+        *(ops.log(ops.where(x > 0.0, x, 0.0)), x / (2.0 * x), x / ops.sqrt(ops.square(x))),
+        x / layers.Add()([ops.softplus(x), x]),
+    ):
         (hazard,) = lint(keras.Model(inputs, expression)).hazards
         assert hazard.code == "unprotected_operation"
 
