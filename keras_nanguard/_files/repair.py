@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +15,6 @@ from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, as_words, expected
-from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_arrays import RepairOptions
@@ -133,20 +131,18 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
 
 @contextmanager
 def _stored(source: Any) -> Iterator[str | None]:
-    """Yield the path of a file with the values of the source: its own, or one with those of a live
-    model."""
+    """Yield the path of a file with the values of the source: its own, or that of the saved weights
+    of a live model."""
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
     from keras_nanguard._files.live import live_arrays
 
-    found = live_arrays(source)
-    counts = Counter(live.who.path for live in found)
-    single = [live for live in found if counts[live.who.path] == 1]
+    live_arrays(source)  # raises unless it is a built model
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
-        path = os.path.join(folder, "source.npz")
-        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in single})
-        yield path if single else None  # an archive without arrays could be of any format
+        path = os.path.join(folder, "source.weights.h5")
+        source.save_weights(path)
+        yield path
 
 
 def checked_output(

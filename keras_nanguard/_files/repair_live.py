@@ -64,7 +64,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         array.variable.assign(np.array(values))
 
     pairs = zip(before.variables, contents.arrays, strict=True)
-    with _good_arrays(source, [array.who.path for entry, array in pairs if entry.bad]) as good:
+    with _good_arrays(source, [array for entry, array in pairs if entry.bad]) as good:
         changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
     changed = not options.dry_run and any(change.status == "done" for change in changes)
     if changed and keras_layers.use_written_values(model):
@@ -75,8 +75,8 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
 
 @contextmanager
-def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelArray]]:
-    """Yield the arrays of a source by path; of a file only those with these names."""
+def _good_arrays(source: Any, bad: list[Any]) -> Iterator[Mapping[Any, ModelArray]]:
+    """Yield the arrays of a source by their names; of a file only those of these variables."""
     if source is None:
         yield {}
     elif not isinstance(source, (str, os.PathLike)):
@@ -85,7 +85,14 @@ def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelAr
         path = os.fsdecode(source)
         with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
             copy = os.path.join(folder, "values.npz")
-            found = isolated.run_in_subprocess("values", path, names=names, output=copy)
+            wanted = [_wanted(array) for array in bad]
+            found = isolated.run_in_subprocess("values", path, wanted=wanted, output=copy)
             unread = {name: ModelArray(name, unread=reason) for name, reason in found.items()}
             with opened_arrays(copy) as stored:
-                yield stored | unread
+                yield {("path", name, ""): array for name, array in (stored | unread).items()}
+
+
+def _wanted(array: Any) -> dict[str, Any]:
+    """Return what finds a variable in a file, for the process that reads it."""
+    place = keras_layers.saved_places(array.owner).get(id(array.variable), "")
+    return {"layer": array.who.layer, "name": array.who.name, "place": place}
