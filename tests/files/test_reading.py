@@ -195,6 +195,16 @@ def test_a_variable_that_two_answers_fit_keeps_its_number(make):
     assert names == ["0", "moving_mean", "moving_variance"]
 
 
+def test_a_shard_without_the_name_of_a_layer(make):
+    """Keras names a layer only in the first of its shards: in others its group gives the name."""
+    with h5py.File(make.folder / "x.weights.h5", "w") as file:
+        file["layers/dense_1/vars/0"] = np.ones((4, 2))
+        file["optimizer/vars/0"] = np.int64(3)
+        file["optimizer/vars"].attrs["name"] = "adam"
+    found = [entry.path for entry in scan(make.folder / "x.weights.h5").variables]
+    assert found == ["dense_1/0", "optimizer/iteration"]
+
+
 def test_whole_numbers_in_a_layer_of_floats_keep_all_numbers(make):
     """The second array of a quantized Dense without bias is its scale, not its bias."""
     with h5py.File(make.folder / "x.weights.h5", "w") as file:

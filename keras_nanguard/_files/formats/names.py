@@ -231,7 +231,8 @@ def _layer(
         config = config.child(part, own)
         layer_class = config.class_name or _guessed_class(part, own, layer_class)
         found.append(own or config.name or part)
-    return "/".join(filter(None, found)), layer_class, config.settings
+    unnamed = "/".join(part for part in parts if part not in _CONTAINERS)  # as in a later shard
+    return "/".join(filter(None, found)) or unnamed, layer_class, config.settings
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:
