@@ -163,8 +163,8 @@ def checked_output(
             the old file (also through a link), or `in_place` was given, too.
     """
     if in_place and output is not None:
-        received = f"both, output={output!r}"
-        raise GuardError(expected("either a repair in place or an output", received, "Drop one."))
+        what, received = "either a repair in place or an output", f"both, output={output!r}"
+        raise GuardError(expected(what, received, "Leave one out."))
     whole = os.path.abspath(path)
     if in_place:
         return whole
@@ -175,7 +175,7 @@ def checked_output(
     exists, is_file = os.path.exists(final), os.path.isfile(final)
     folder, same = os.path.dirname(final), os.path.realpath(final) == os.path.realpath(path)
     for wrong, what, remedy in (
-        (same, "another output", "Name another one, or repair the file in place."),
+        (same, "another output", "Name another one."),
         (exists and not is_file, "an output that is a file", "Name another one."),
         (exists and not overwrite, "a new output", "It exists: name another one, or overwrite it."),
         (not os.path.isdir(folder), "an existing folder", f"Create the folder {folder} first."),
