@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from typing import Any
 
 from keras_nanguard._core import atomic_files
 from keras_nanguard._core.errors import GuardError, as_words, expected
+from keras_nanguard._core.finiteness import widen
 from keras_nanguard._files import isolated
 from keras_nanguard._files.problems import STATISTICS_LIMIT, Limits
 from keras_nanguard._files.repair_arrays import RepairOptions
@@ -131,18 +133,24 @@ def _repair_file(path: str, output: str, source: Any, options: RepairOptions) ->
 
 @contextmanager
 def _stored(source: Any) -> Iterator[str | None]:
-    """Yield the path of a file with the values of the source: its own, or that of the saved weights
-    of a live model."""
+    """Yield the path of a file with the values of the source: its own, or one with those of a live
+    model."""
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
-    from keras_nanguard._files.live import live_arrays
+    from keras_nanguard._files.live import live_arrays, numbered_paths
 
-    live_arrays(source)  # raises unless it is a built model
+    found, numbered = live_arrays(source), numbered_paths(source)
+    named = [(live, [live.who.path, *numbered.get(id(live.variable), ())]) for live in found]
+    counts = Counter(path for _, paths in named for path in paths)
+    values = {}
+    for live, paths in named:
+        if single := [path for path in paths if counts[path] == 1]:
+            values.update(dict.fromkeys(single, widen(live.read())))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
-        path = os.path.join(folder, "source.weights.h5")
-        source.save_weights(path)
-        yield path
+        path = os.path.join(folder, "source.npz")
+        atomic_files.save_arrays(Path(path), values)
+        yield path if values else None  # an archive without arrays could be of any format
 
 
 def checked_output(

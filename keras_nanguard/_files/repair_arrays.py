@@ -82,16 +82,14 @@ _WORDS = {
 }
 """What each method does."""
 
-Name = tuple[str, str, str]
-"""The path of an array and its location, its path, or its layer and its place there."""
+Name = str | tuple[str, str]
+"""The path of an array, or its path and its location."""
 
 
-def _names(array: ModelArray) -> tuple[Name, ...]:
-    """Return what finds an array in a source, the most exact name first: layers of one name in a
+def _names(array: ModelArray) -> tuple[Name, Name]:
+    """Return what finds an array in a source, the more exact name first: layers of one name in a
     custom layer have one path, and what is in one location may be another layer."""
-    who = array.who
-    path, place = who.path, ("place", who.layer, who.place)
-    return ("location", path, array.location), ("path", path, ""), *([place] if who.place else [])
+    return (array.who.path, array.location), array.who.path
 
 
 def by_name(contents: Contents) -> dict[Name, ModelArray]:
@@ -99,21 +97,6 @@ def by_name(contents: Contents) -> dict[Name, ModelArray]:
     counts = Counter(name for array in contents.arrays for name in _names(array))
     readable = (array for array in contents.arrays if not array.unread)
     return {name: array for array in readable for name in _names(array) if counts[name] == 1}
-
-
-def same_variable(
-    good: Mapping[Name, ModelArray], array: ModelArray, names: Counter[Name]
-) -> ModelArray | None:
-    """Return the array of a source, from `by_name`, that is the same variable as an array of a
-    model, in which so many arrays have each name. It is found by its place in its layer only if one
-    of the two has no other name."""
-    for name in _names(array):
-        found = good.get(name) if names[name] < 2 else None
-        if found is not None:
-            unnamed = any(one.who.name == one.who.place for one in (found, array))
-            if name[0] != "place" or unnamed:
-                return found
-    return None
 
 
 @dataclass(slots=True)
@@ -208,10 +191,10 @@ class Repair:
 
     def _good(self, array: ModelArray) -> ModelArray:
         """Return the array of the source with a name of an array that no other array has."""
-        found = same_variable(self.good, array, self.names)
-        if found is not None:
-            return found
-        if self.names["path", array.who.path, ""] > 1:
+        for name in _names(array):
+            if self.names[name] == 1 and name in self.good:
+                return self.good[name]
+        if self.names[array.who.path] > 1:
             raise NotRepaired("several variables have this path: which one to take is not known")
         raise NotRepaired("the source has no such variable, or several variables of this path")
 

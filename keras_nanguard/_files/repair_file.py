@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -28,19 +27,13 @@ from keras_nanguard._core.errors import FileFormatError
 from keras_nanguard._core.finiteness import widen
 from keras_nanguard._core.plain_values import plain_text
 from keras_nanguard._core.variable_names import STARTS, initializer_names, with_unit_forget_bias
-from keras_nanguard._files.formats.contents import Identity, ModelArray
+from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.limits import BOMB_FLOOR, MAX_EXPANSION, READ_BYTES, refuse_bomb
 from keras_nanguard._files.formats.names import optimizer_settings
 from keras_nanguard._files.formats.opening import WEIGHTS, opened
 from keras_nanguard._files.isolated import Progress
 from keras_nanguard._files.problems import Limits
-from keras_nanguard._files.repair_arrays import (
-    NotRepaired,
-    Repair,
-    RepairOptions,
-    by_name,
-    same_variable,
-)
+from keras_nanguard._files.repair_arrays import NotRepaired, Repair, RepairOptions, by_name
 from keras_nanguard._files.scan import scan_contents
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -113,30 +106,22 @@ def _refuse_other_kinds(kind: str) -> None:
         raise FileFormatError(f"A file of the kind {kind!r} cannot be rewritten: {instead}.")
 
 
-def copy_values(
-    path: str, progress: Progress, wanted: list[dict[str, Any]], output: str
-) -> dict[str, Any]:
-    """Write the arrays of a file that are the same variables as some of a live model to an `.npz`
-    file by the paths of these, bfloat16 and float16 as float32, and return the reason for each that
-    cannot be read.
-
-    Args:
-        wanted: layer, name and place of each variable of the model.
+def copy_values(path: str, progress: Progress, names: list[str], output: str) -> dict[str, Any]:
+    """Write the arrays of a file that have one of these paths to an `.npz` file, bfloat16 and
+    float16 as float32, and return the reason for each that cannot be read.
 
     Raises:
         Unwritable: if the `.npz` file cannot be written.
     """
     known, unread = {}, {}
     with opened(path) as contents:
-        good = by_name(contents)
-        for one in wanted:
-            array = ModelArray("", who=Identity(**one, role="other"))
-            found = same_variable(good, array, Counter())
-            if found is not None:
+        found = by_name(contents)
+        for name in names:
+            if name in found:
                 try:
-                    known[array.who.path] = widen(found.read())
+                    known[name] = widen(found[name].read())
                 except FileFormatError as error:
-                    unread[array.who.path] = str(error)
+                    unread[name] = str(error)
         with _writing(output):
             atomic_files.save_arrays(Path(output), known)
     return unread

@@ -186,8 +186,7 @@ def test_layers_of_one_name_in_a_model_and_not_in_its_source(keras):
 
 @pytest.mark.parametrize("kinds", ["model model", "model file", "file model"])
 def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
-    """From another model, or between a model and a file, no value gets to the wrong layer. The
-    saved weights of a model have the locations of the file."""
+    """From another model, or between a model and a file, no value gets to the wrong layer."""
 
     @keras.saving.register_keras_serializable("tests")
     class Twins(keras.Model):
@@ -212,11 +211,6 @@ def test_layers_of_one_name_in_a_model(keras, tmp_path, kinds):
         target = tmp_path / "bad.weights.h5"
         bad.save_weights(target)
     report = repair(target, source=source)
-    if kinds.endswith("file"):
-        bad.load_weights(report.output)
-        for mine, expected in zip(bad.get_weights(), good.get_weights(), strict=True):
-            np.testing.assert_array_equal(mine, expected)
-        return
     (change,) = report.skipped
     assert not report.ok and "several variables have this path" in change.detail
     assert np.isnan(np.array(bad.b.kernel)).all()

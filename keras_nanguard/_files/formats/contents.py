@@ -35,7 +35,6 @@ class Identity:
             of Keras, or the name of the optimizer in a file.
         settings: the layer's configuration, empty if the file has none; of a layer of a live model
             only its dtype policy.
-        place: where its layer saves it among its variables, such as `"0"`; `""` if not known.
     """
 
     layer: str
@@ -43,7 +42,6 @@ class Identity:
     role: str
     layer_class: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    place: str = ""
 
     @property
     def path(self) -> str:

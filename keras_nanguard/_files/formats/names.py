@@ -213,8 +213,7 @@ def _of_group(
     layer, layer_class, settings = _layer(parts, contents.names, config)
     names = _variable_names(layer_class, settings, arrays) or numbers
     roles = [role_of(name, layer_class) for name in names]
-    about = zip(names, roles, numbers)
-    return [Identity(layer, name, role, layer_class, settings, n) for name, role, n in about]
+    return [Identity(layer, name, role, layer_class, settings) for name, role in zip(names, roles)]
 
 
 def _layer(
