@@ -77,6 +77,17 @@ def live_arrays(model: Any) -> list[LiveArray]:
     return list(unique.values())
 
 
+def numbered_paths(model: Any) -> dict[int, list[str]]:
+    """Return the paths with which a file may contain a variable, by the id of the variable, if it
+    has its number in a layer instead of its name; a layer may save variables of an inner one."""
+    found: dict[int, list[str]] = {}
+    for outer, layer in [((), model), *keras_layers.walk(model)]:
+        path = "/".join(outer) or str(layer.name)
+        for variable, place in keras_layers.saved_places(layer).items():
+            found.setdefault(variable, []).append(f"{path}/{place}")
+    return found
+
+
 def _live(who: Identity, location: str, variable: Any, owner: Any) -> LiveArray:
     dtype = dtype_name(variable.dtype)
     return LiveArray(

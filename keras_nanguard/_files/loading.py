@@ -55,6 +55,9 @@ def refuse_legacy(path: str) -> None:
     if head == SIGNATURE or path.endswith((".h5", ".hdf5")):
         received = f"{plain_text(path)}, a legacy file, which may contain code"
         remedy = "If you trust it, load it with Keras, and save it as .keras."
+        if path.endswith(".weights.h5"):
+            received = f"{plain_text(path)}, which has only weights"
+            remedy = "Load them into your model, and save it as .keras."
         raise FileFormatError(expected("a .keras file of a whole model", received, remedy))
 
 

@@ -42,8 +42,8 @@ def recalibrate(
     Args:
         model: a built Keras model; nested models are included.
         x: arrays as `fit` takes them (no targets), or an iterable of batches (a `tf.data.Dataset`,
-            a `PyDataset`, a `DataLoader`, a generator, a list of tuples or lists); as in `fit`, the
-            first element of a tuple or list is the inputs.
+            a `PyDataset`, a `DataLoader`, a generator, a list of tuples, lists or dicts). As in
+            `fit`, the first element of a tuple or list is the inputs.
         steps: number of batches to run; all by default.
         batch_size: size of the batches into which arrays are split.
         only: shell pattern or patterns; only BatchNormalization layers whose path or name matches
@@ -245,7 +245,7 @@ def _batchnorms(arrays: Sequence[LiveArray], only: tuple[str, ...], model: str) 
     if not found:
         what, remedy = "a model with BatchNormalization", "There is nothing to estimate."
         if only:
-            what, model = f"{what} that matches only", f"{model} and only={list(only)!r}"
+            what, model = f"{what} that matches a pattern", f"{model} and only={list(only)!r}"
         raise GuardError(expected(what, model, remedy))
     return found
 
@@ -254,7 +254,7 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
     """Yield batches of inputs from arrays, or from an iterable of batches."""
     data = data.to_numpy() if hasattr(data, "to_numpy") else data  # a table of pandas
     arrays, listed = keras.tree.flatten(data), isinstance(data, (list, tuple))
-    are_batches = listed and all(isinstance(item, (list, tuple)) for item in data)
+    are_batches = listed and all(isinstance(item, (list, tuple, dict)) for item in data)
     are_arrays = all(hasattr(array, "shape") and hasattr(array, "dtype") for array in arrays)
     are_rows = bool(arrays) and are_arrays and not are_batches
     scalar = are_rows and any(array.shape == () for array in arrays)

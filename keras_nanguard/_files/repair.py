@@ -138,15 +138,19 @@ def _stored(source: Any) -> Iterator[str | None]:
     if source is None or isinstance(source, (str, os.PathLike)):
         yield None if source is None else os.fsdecode(source)
         return
-    from keras_nanguard._files.live import live_arrays
+    from keras_nanguard._files.live import live_arrays, numbered_paths
 
-    found = live_arrays(source)
-    counts = Counter(live.who.path for live in found)
-    single = [live for live in found if counts[live.who.path] == 1]
+    found, numbered = live_arrays(source), numbered_paths(source)
+    named = [(live, [live.who.path, *numbered.get(id(live.variable), ())]) for live in found]
+    counts = Counter(path for _, paths in named for path in paths)
+    values = {}
+    for live, paths in named:
+        if single := [path for path in paths if counts[path] == 1]:
+            values.update(dict.fromkeys(single, widen(live.read())))
     with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
         path = os.path.join(folder, "source.npz")
-        atomic_files.save_arrays(Path(path), {live.who.path: widen(live.read()) for live in single})
-        yield path if single else None  # an archive without arrays could be of any format
+        atomic_files.save_arrays(Path(path), values)
+        yield path if values else None  # an archive without arrays could be of any format
 
 
 def checked_output(
@@ -167,8 +171,8 @@ def checked_output(
             the old file (also through a link), or `in_place` was given, too.
     """
     if in_place and output is not None:
-        received = f"both, output={output!r}"
-        raise GuardError(expected("either a repair in place or an output", received, "Drop one."))
+        what, received = "either a repair in place or an output", f"both, output={output!r}"
+        raise GuardError(expected(what, received, "Leave one out."))
     whole = os.path.abspath(path)
     if in_place:
         return whole
@@ -179,7 +183,7 @@ def checked_output(
     exists, is_file = os.path.exists(final), os.path.isfile(final)
     folder, same = os.path.dirname(final), os.path.realpath(final) == os.path.realpath(path)
     for wrong, what, remedy in (
-        (same, "another output", "Name another one, or repair the file in place."),
+        (same, "another output", "Name another one."),
         (exists and not is_file, "an output that is a file", "Name another one."),
         (exists and not overwrite, "a new output", "It exists: name another one, or overwrite it."),
         (not os.path.isdir(folder), "an existing folder", f"Create the folder {folder} first."),

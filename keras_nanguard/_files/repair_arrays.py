@@ -63,7 +63,7 @@ class RepairOptions:
         """Raise a `GuardError` if `only` selects no variable at all."""
         names = ((one.path, one.location, one.layer) for one in found.variables)
         if self.only and not any(selected(self.only, *each) for each in names):
-            what, received = "a variable that matches only", f"only={list(self.only)!r}"
+            what, received = "a variable that matches a pattern", f"only={list(self.only)!r}"
             remedy = f"The names are those in the scan of {found.source}."
             raise GuardError(expected(what, received, remedy))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from keras_nanguard._core.plain_values import first_line
 from keras_nanguard._files import isolated
 from keras_nanguard._files.formats.contents import ModelArray
 from keras_nanguard._files.formats.npz import opened_arrays
-from keras_nanguard._files.live import live_contents
+from keras_nanguard._files.live import live_contents, numbered_paths
 from keras_nanguard._files.repair_arrays import NotRepaired, Repair, RepairOptions, by_name
 from keras_nanguard._files.reports import RepairReport
 from keras_nanguard._files.scan import scan_contents
@@ -64,7 +64,7 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
         array.variable.assign(np.array(values))
 
     pairs = zip(before.variables, contents.arrays, strict=True)
-    with _good_arrays(source, [array.who.path for entry, array in pairs if entry.bad]) as good:
+    with _good_arrays(source, model, [array for entry, array in pairs if entry.bad]) as good:
         changes = tuple(Repair(options, contents, good, initial, replace).changes(before))
     changed = not options.dry_run and any(change.status == "done" for change in changes)
     if changed and keras_layers.use_written_values(model):
@@ -75,8 +75,8 @@ def repair_model(model: Any, source: Any, options: RepairOptions) -> RepairRepor
 
 
 @contextmanager
-def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelArray]]:
-    """Yield the arrays of a source by path; of a file only those with these names."""
+def _good_arrays(source: Any, model: Any, bad: Sequence[Any]) -> Iterator[Mapping[Any, ModelArray]]:
+    """Yield the arrays of a source by path; of a file only those of these variables of a model."""
     if source is None:
         yield {}
     elif not isinstance(source, (str, os.PathLike)):
@@ -85,7 +85,12 @@ def _good_arrays(source: Any, names: list[str]) -> Iterator[Mapping[Any, ModelAr
         path = os.fsdecode(source)
         with tempfile.TemporaryDirectory(prefix="nanguard-") as folder:
             copy = os.path.join(folder, "values.npz")
+            numbered = numbered_paths(model)
+            paths = {a.who.path: [a.who.path, *numbered.get(id(a.variable), ())] for a in bad}
+            names = [name for known in paths.values() for name in known]
             found = isolated.run_in_subprocess("values", path, names=names, output=copy)
             unread = {name: ModelArray(name, unread=reason) for name, reason in found.items()}
             with opened_arrays(copy) as stored:
-                yield stored | unread
+                good = stored | unread
+                found_by = {p: [good[n] for n in known if n in good] for p, known in paths.items()}
+                yield {path: arrays[0] for path, arrays in found_by.items() if arrays}

@@ -108,6 +108,17 @@ def recurrent_states(layer: Any) -> list[Any]:
     return [s for s in keras.tree.flatten(states) if hasattr(s, "dtype")]
 
 
+def saved_places(layer: Any) -> dict[int, str]:
+    """Return where a layer saves each of its variables among them in a file, such as `"0"`, by the
+    id of the variable; without those of which it saves another value."""
+    saved: dict[str, Any] = {}
+    try:
+        layer.save_own_variables(saved)
+    except Exception:  # noqa: BLE001 (a layer of the user raises anything)
+        return {}
+    return {id(value): place for place, value in saved.items()}
+
+
 def batchnorms(model: Any) -> list[Any]:
     """Return the built BatchNormalization layers at any depth. A class that inherits from
     BatchNormalization may have no moving statistics: such a layer is not among them.

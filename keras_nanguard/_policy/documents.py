@@ -82,6 +82,9 @@ def _text(file: Path, name: str) -> str:
         if len(raw) > MAX_BYTES:
             raise ValueError("a larger one")
         return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        received = f"{name}, which does not exist"
+        raise PolicyError(expected("a policy file", received, "Check its path.")) from None
     except (OSError, ValueError) as error:
         what = f"a policy file of at most {MAX_BYTES} bytes in UTF-8 at {name}"
         received = getattr(error, "strerror", None) or str(error)

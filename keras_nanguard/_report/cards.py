@@ -35,6 +35,9 @@ MAX_BYTES = 64 << 20
 MAX_TABLE_BYTES = 256 << 10
 MAX_ROWS, MAX_COLUMNS, MAX_SIDE = 4, 24, 96
 
+MIN_SIDE, MIN_GREY = 4, 16
+"""Smallest sides of an image, and of one without an axis of channels: smaller arrays are series."""
+
 Array = np.ndarray[Any, Any]
 
 
@@ -136,9 +139,10 @@ def _columns(row: Array, others: Array) -> list[Column]:
 def _picture(row: Array, others: Array) -> str:
     """Return an image as a data URI, with NaN and Inf in magenta; `""` if it does not have the
     shape of one."""
+    smallest = MIN_GREY if row.ndim == 2 else MIN_SIDE
     if row.ndim == 2:
         row = row[..., None]
-    if row.ndim != 3 or row.shape[-1] not in (1, 3, 4) or min(row.shape[:2]) < 4:
+    if row.ndim != 3 or row.shape[-1] not in (1, 3, 4) or min(row.shape[:2]) < smallest:
         return ""
     step = -(-max(row.shape[:2]) // MAX_SIDE)
     values = row[::step, ::step, :3]

@@ -198,6 +198,7 @@ def _facts(run: ReportedRun) -> list[tuple[str, str]]:
         ("status", str(meta.get("status", "")) if "began" in meta else ""),
         ("steps", f"{totals.steps:,}" if totals.steps else ""),
         ("skipped steps", f"{totals.refused - totals.overflows:,}"),
+        ("skipped and run again", f"{totals.run_again:,}" if totals.run_again else ""),
         ("incidents", f"{len(run.incidents):,}"),
         ("rollbacks", str(sum(event.kind == "rollback" for event in recording.events))),
         ("bad rows", str(len(recording.samples))),

@@ -195,6 +195,37 @@ def test_a_variable_that_two_answers_fit_keeps_its_number(make):
     assert names == ["0", "moving_mean", "moving_variance"]
 
 
+def test_a_shard_without_the_name_of_a_layer(make):
+    """Keras names a layer only in the first of its shards: in others its group gives the name."""
+    with h5py.File(make.folder / "x.weights.h5", "w") as file:
+        file["layers/dense_1/vars/0"] = np.ones((4, 2))
+        file["optimizer/vars/0"] = np.int64(3)
+        file["optimizer/vars"].attrs["name"] = "adam"
+    found = [entry.path for entry in scan(make.folder / "x.weights.h5").variables]
+    assert found == ["dense_1/0", "optimizer/iteration"]
+
+
+def test_whole_numbers_in_a_layer_of_floats_keep_all_numbers(make):
+    """The second array of a quantized Dense without bias is its scale, not its bias."""
+    with h5py.File(make.folder / "x.weights.h5", "w") as file:
+        file["layers/dense/vars/0"] = np.ones((4, 2), np.int8)
+        file["layers/dense/vars/1"] = np.ones(2, np.float32)
+    names = [entry.name for entry in scan(make.folder / "x.weights.h5").variables]
+    assert names == ["0", "1"]
+
+
+def test_a_legacy_file_may_contain_the_name_of_the_model(keras, tmp_path):
+    """Keras adds it to the variables of a Sequential that it builds at once."""
+    layers = [keras.layers.Dense(3, name="a"), keras.layers.BatchNormalization(name="bn")]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    model.save(tmp_path / "model.h5")
+    with h5py.File(tmp_path / "model.h5") as file:
+        found = []
+        file["model_weights"].visit(found.append)
+    assert "a/net/a/kernel" in found or "a/a/kernel" in found
+    assert paths(scan(tmp_path / "model.h5")) == paths(scan(model))
+
+
 def test_no_backend_is_imported_to_scan_or_repair_a_file(make):
     path = make.keras({make.SECOND_VARIANCE: np.nan})
     code = (

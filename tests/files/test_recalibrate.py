@@ -170,7 +170,7 @@ def test_only_chosen_layers_are_estimated(nested, task, only):
     model = nested()
     inner = model.get_layer("backbone")
     before = inner.get_layer("conv_bn").moving_mean.numpy()
-    with pytest.raises(GuardError, match=r"matches only.*Received.*pre_"):
+    with pytest.raises(GuardError, match=r"matches a pattern.*Received.*pre_"):
         recalibrate(model, task[0], only="pre_*")
     report = recalibrate(model, task[0], only=only)
     assert [layer.path for layer in report.layers] == ["backbone/post_bn"]
@@ -216,3 +216,16 @@ def test_arrays_of_different_lengths_are_refused(keras):
     model = keras.Model(inputs, total)
     with pytest.raises(GuardError, match="same number of rows"):
         recalibrate(model, [np.ones((8, 2)), np.ones((4, 2))])
+
+
+def test_a_list_of_dicts_is_a_list_of_batches(keras):
+    """As it is for an iterator of the same batches."""
+    first, second = keras.Input((4,), name="first"), keras.Input((2,), name="second")
+    norm = keras.layers.BatchNormalization(name="bn")
+    output = keras.layers.Concatenate()([norm(first), second])
+    model = keras.Model({"first": first, "second": second}, output)
+    rng = np.random.default_rng(0)
+    data = {name: rng.normal(size=(16, n)).astype("float32") for name, n in (("first", 4), ("second", 2))}
+    batches = [{name: x[i : i + 8] for name, x in data.items()} for i in (0, 8)]
+    assert recalibrate(model, batches).batches == 2
+    agrees(norm, data["first"])

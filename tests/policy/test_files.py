@@ -290,7 +290,7 @@ def test_a_record_in_code_is_validated_like_a_file():
         (Policy, "the class Policy"),
         (b"recover", "as text|the name of a preset"),
         (os.sep, "a directory"),
-        ("missing.toml", "No such file"),
+        ("missing.toml", "which does not exist"),
         ("policy.ini" + os.sep + "x", "ends in .toml"),
     ],
 )

@@ -194,6 +194,12 @@ def test_undone_values_in_a_long_run():
     assert undone == list(range(750, 1250)) and kept == [*range(750), *range(1250, 2000)]
 
 
+def test_skipped_steps_that_were_run_again_are_counted():
+    recording = synthetic(600, 0)
+    recording.meta.update(run_again=6)
+    assert "<dt>skipped and run again</dt><dd>6</dd>" in page_of(recording)
+
+
 def test_overflows_are_marked():
     """Each has a mark, and the legend counts them."""
     recording = synthetic(30_000, 0)
@@ -329,6 +335,14 @@ class TestBlamedRows:
         lines = np.frombuffer(zlib.decompress(png[start + 4 :]), np.uint8).reshape(8, 25)
         pixels = lines[:, 1:].reshape(8, 8, 3)
         assert png.startswith(b"\x89PNG") and pixels[2, 3].tolist() == [255, 0, 200] and (pixels[..., 0] != 255).sum() == 63
+
+    @pytest.mark.parametrize(("shape", "is_image"), [((7, 5), False), ((28, 28), True), ((8, 8, 3), True)])
+    def test_a_series_is_not_a_picture(self, folder, shape, is_image):
+        x = np.ones((3, *shape), "float32")
+        x[1, 2, 3] = np.nan
+        save_batch(folder, x)
+        (found,) = cards.batch_rows(folder, [1])
+        assert bool(found.picture) == is_image and bool(found.columns) != is_image
 
     def test_columns(self, folder):
         """Rows are a table, unusual columns first, next to their range in other rows."""

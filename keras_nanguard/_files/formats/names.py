@@ -101,7 +101,8 @@ _SEPARABLE = ("depthwise_kernel", "pointwise_kernel", "bias?use_bias")
 _AFFINE = ("gamma?scale", "beta?center")
 
 _VARIABLES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Dense", "EinsumDense", "Conv1D", "Conv2D", "Conv3D"), _KERNEL),
+    **dict.fromkeys(("Dense", "Conv1D", "Conv2D", "Conv3D"), _KERNEL),
+    "EinsumDense": ("kernel", "bias?bias_axes"),
     **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _KERNEL),
     **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _KERNEL),
     **dict.fromkeys(("LSTMCell", "GRUCell", "SimpleRNNCell", "ConvLSTMCell"), _RECURRENT),
@@ -171,6 +172,8 @@ def _legacy(location: str, config: LayerConfig) -> Identity:
         return _slot(parts[1:])
     if parts[0] == "model_weights" and len(parts) > 1:
         parts = parts[1:]
+    if config.name and parts[1:2] == [config.name]:  # Keras 3 may add the name of the model
+        parts = [parts[0], *parts[2:]]
     if len(parts) > 1 and parts[0] == parts[1]:
         parts = parts[1:]
     for layer in parts[:-1]:
@@ -227,7 +230,8 @@ def _layer(
         config = config.child(part, own)
         layer_class = config.class_name or _guessed_class(part, own, layer_class)
         found.append(own or config.name or part)
-    return "/".join(filter(None, found)), layer_class, config.settings
+    unnamed = "/".join(part for part in parts if part not in _CONTAINERS)  # as in a later shard
+    return "/".join(filter(None, found)) or unnamed, layer_class, config.settings
 
 
 def _guessed_class(part: str, own: str, outer: str) -> str:
@@ -273,6 +277,9 @@ def _variable_names(
     """
     variables = [name.partition("?")[::2] for name in _VARIABLES.get(layer_class, ())]
     if layer_class == "BatchNormalization" and len({array.shape for array in arrays}) > 1:
+        return []
+    quantized = any(array.dtype.startswith(("int", "uint")) for array in arrays)
+    if quantized and layer_class != "Normalization":  # whose count is a whole number
         return []
     flags = sorted({flag for _, flag in variables if flag})
     configured = [bool(settings.get(flag, flag not in _OFF_BY_DEFAULT)) for flag in flags]
