@@ -131,7 +131,7 @@ class Attached:
         seen = session.logs
         self._log.epoch(counts, epoch, seen.unmeasured, seen.known is not None)
         self._log.line(self._log.bad_rows.line())
-        data = {"logs": plain(numbers(logs)), "refused": counts.epoch.refused}
+        data = {"logs": plain(numbers(logs)), "refused": counts.epoch_refused}
         session.run.recorder.event("epoch", max(counts.step - 1, 0), epoch, data=data)
         session.say_problem()
 
@@ -147,7 +147,7 @@ class Attached:
                 f"{OWN}loss_scale": scale,
                 f"{OWN}rollbacks": counts.rollbacks - counts.epoch.rollbacks,
             }
-        logs[REFUSED] = counts.epoch.refused
+        logs[REFUSED] = counts.epoch_refused
 
     def warn_unless_begun(self) -> None:
         """Warn if the steps of a hand-written loop were not guarded."""

@@ -103,7 +103,7 @@ class Incidents:
             handled = self.handle(self._incident(run.scan(), step - 1, verdict))
             self.replays.leave_out(step)
             return handled
-        run.recent.push(step, arguments, status)
+        run.recent.push(step, arguments, refused=True)
         if refusal == "overflow":
             return None
         args, state = run.replayable(arguments), run.counts.state

@@ -98,8 +98,8 @@ class GuardLog:
             unmeasured: names of logs that no committed step of this fit has measured.
             committed_before: whether any step of this fit has committed.
         """
-        refused, committed = counts.epoch.refused, counts.epoch_committed
-        ordinary = counts.epoch.overflows >= refused and committed > 0
+        refused, committed = counts.epoch_refused, counts.epoch_committed
+        ordinary = counts.epoch_overflows >= refused and committed > 0
         more = refused >= 2 * self._most_refused or not committed
         if refused and (self.verbose == 2 or (more and not ordinary)):
             self._most_refused = max(refused, self._most_refused)

@@ -27,7 +27,6 @@ from keras_nanguard._fit.steps import Rerun
 from keras_nanguard._fit.trial import Trial, clearly_lower, tried
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._policy.decide import STATE_SITES, PolicyState, is_of_data
-from keras_nanguard._recording.database import REFUSED
 
 MOST_RERUNS = 32
 """Maximum number of rollbacks within replays of each other."""
@@ -316,7 +315,7 @@ class ReplayQueue:
         """
         run = self._run
         if run.step == step:
-            run.recent.push(step, None, REFUSED)
+            run.recent.push(step, None, refused=True)
         else:  # it is passed over once the steps before it have run again
             self._batches.insert(step - run.step, None)
 
@@ -328,8 +327,8 @@ class ReplayQueue:
         self._poles.pass_over()
         if args is not None:
             return run.access.run_again(args)
-        run.recent.push(run.step, None, REFUSED)
-        run.counts.advance()
+        run.recent.push(run.step, None, refused=True)
+        run.counts.leave_out()
         return None
 
     def end(self, completed: bool) -> None:

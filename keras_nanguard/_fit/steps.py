@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from keras_nanguard._backends.interface import StateAccess
 from keras_nanguard._backends.shared import batches as step_data
 from keras_nanguard._keras import arrays as keras_arrays
-from keras_nanguard._recording.database import COMMITTED, OVERFLOW, REFUSED
+from keras_nanguard._recording.database import OVERFLOW, REFUSED
 from keras_nanguard._recording.recording import Totals
 
 MOST_PARTS = 100
 """Number of parts up to which a structure within an object of the user's is looked into."""
+
+LEFT_OUT = -1
+"""The status of a step that a replay has left out. Others are in `_recording.database`."""
 
 MAX_BATCHES = 1024
 """Maximum number of remembered batches: a whole window of `Divergence`, at most 1000 steps, after
@@ -61,7 +64,6 @@ class Epoch:
         number: its number, from 0.
         first: its first step.
         rollbacks: number of rollbacks before it.
-        refused, overflows: the refused steps, and the ordinary overflows among them.
         skipped: batches so far that were not trained on in this run.
         resumed: batches that an earlier run has trained on.
     """
@@ -69,8 +71,6 @@ class Epoch:
     number: int = 0
     first: int = 0
     rollbacks: int = 0
-    refused: int = 0
-    overflows: int = 0
     skipped: int = 0
     resumed: int = 0
 
@@ -88,8 +88,8 @@ class Counts:
         step: complete train steps, including refused ones.
         committed: committed steps that were not replayed since.
         good: those of them that no rollback has undone.
-        refused: refused steps that were not replayed since.
-        overflows: those of them that were ordinary float16 overflows, which are no incidents.
+        uncommitted: the steps without an update: each `REFUSED` and not replayed since, an
+            `OVERFLOW` under loss scaling, which is no incident, or `LEFT_OUT` of a replay.
         run_again: further steps that were refused, undone by a rollback, and replayed.
         rollbacks: number of rollbacks, with those of earlier fits.
         restored: the step of the last restored snapshot, `None` before the first rollback.
@@ -100,8 +100,8 @@ class Counts:
 
     def __init__(self) -> None:
         self.step = self.committed = self.good = 0
-        self.refused = self.overflows = self.run_again = 0
-        self.rollbacks = self.skip_batches = 0
+        self.rollbacks = self.skip_batches = self.run_again = 0
+        self.uncommitted = dict[int, int]()
         self.last_refused = False
         self.restored: int | None = None
         self.epoch = Epoch()
@@ -128,17 +128,7 @@ class Counts:
     def refuse(self, overflow: bool = False) -> None:
         """Count the current step as refused, perhaps as an ordinary `overflow`."""
         self.last_refused = True
-        self._count_refused([self.step], [self.step] if overflow else [])
-
-    def _count_refused(
-        self, refused: Collection[int], overflows: Collection[int], sign: int = 1
-    ) -> None:
-        """Add steps to the refused ones, and those among them that overflow; or subtract them."""
-        epoch = self.epoch
-        self.refused += sign * len(refused)
-        self.overflows += sign * len(overflows)
-        epoch.refused += sign * sum(step >= epoch.first for step in refused)
-        epoch.overflows += sign * sum(step >= epoch.first for step in overflows)
+        self.uncommitted[self.step] = OVERFLOW if overflow else REFUSED
 
     def roll_back(self, skip_batches: int) -> None:
         """Count a rollback, after which some batches are skipped."""
@@ -162,13 +152,21 @@ class Counts:
             self._replayed = max(self._replayed, time.step + len(rerun.batches))
             self.step, self.committed = time.step, self.committed - undone
             self.run_again += len(rerun.refused)
-            self._count_refused(rerun.refused, rerun.overflows, sign=-1)
+            for step in rerun.refused:
+                self.uncommitted.pop(step, None)
+
+    def leave_out(self) -> None:
+        """Pass over a step of a replay."""
+        self.uncommitted.setdefault(self.step, LEFT_OUT)
+        self.step += 1
 
     def end_replay(self, left_out: int, refused: bool) -> None:
         """Continue after the replays, in which the last steps were left out; the last step before
         them was refused or not.
         """
-        self.step, self.last_refused = self.step + left_out, refused
+        for _ in range(left_out):
+            self.leave_out()
+        self.last_refused = refused
 
     # Batches and epochs
 
@@ -205,6 +203,31 @@ class Counts:
         """A key of the current state, which is the same until a step commits or is undone."""
         return self.committed, self.rollbacks
 
+    def _number(self, *statuses: int, first: int = 0) -> int:
+        """Return how many steps from the first one on have one of these statuses."""
+        steps = self.uncommitted.items()
+        return sum(step >= first and status in statuses for step, status in steps)
+
+    @property
+    def refused(self) -> int:
+        """Number of refused steps that were not replayed since."""
+        return self._number(REFUSED, OVERFLOW)
+
+    @property
+    def overflows(self) -> int:
+        """Number of those of them that were ordinary overflows."""
+        return self._number(OVERFLOW)
+
+    @property
+    def epoch_refused(self) -> int:
+        """Number of refused steps of this epoch."""
+        return self._number(REFUSED, OVERFLOW, first=self.epoch.first)
+
+    @property
+    def epoch_overflows(self) -> int:
+        """Number of those of them that were ordinary overflows."""
+        return self._number(OVERFLOW, first=self.epoch.first)
+
     @property
     def totals(self) -> Totals:
         """The numbers of steps that a summary has."""
@@ -220,12 +243,16 @@ class Counts:
     @property
     def epoch_committed(self) -> int:
         """Number of committed steps of this epoch."""
-        return self.step - self.epoch.first - self.epoch.refused + self.epoch.resumed
+        without = self._number(REFUSED, OVERFLOW, LEFT_OUT, first=self.epoch.first)
+        return self.step - self.epoch.first - without + self.epoch.resumed
 
     @property
     def idle(self) -> bool:
-        """Whether no step of this epoch has committed yet, so that its metrics are empty."""
-        return self.epoch_committed <= 0
+        """Whether no step of this epoch has committed yet, so that its metrics are empty. This runs
+        in every step.
+        """
+        steps = range(self.epoch.first, self.step)
+        return not self.epoch.resumed and all(step in self.uncommitted for step in steps)
 
 
 # Batches
@@ -237,12 +264,10 @@ class Rerun(NamedTuple):
     Attributes:
         batches: the arguments of each step since then, `None` for one that is skipped.
         refused: the replayed steps that had been refused.
-        overflows: the ordinary overflows among them.
     """
 
     batches: tuple[Any, ...]
     refused: frozenset[int]
-    overflows: frozenset[int]
 
     @property
     def replayed(self) -> int:
@@ -252,13 +277,13 @@ class Rerun(NamedTuple):
 
 class _Entry(NamedTuple):
     """A step, its arguments as its transaction stores them, their bytes (0 if the next entry has
-    the same ones), and its result: `COMMITTED`, `REFUSED` or `OVERFLOW`.
+    the same ones), and whether it was refused.
     """
 
     step: int
     given: Any
     size: int
-    status: int
+    refused: bool
 
 
 class RecentBatches:
@@ -287,7 +312,7 @@ class RecentBatches:
         gone = stored is None or step_data.takes_iterator(stored)
         return None if gone else self._access.transaction.batch(stored)
 
-    def push(self, step: int, given: Any, status: int = COMMITTED) -> None:
+    def push(self, step: int, given: Any, refused: bool = False) -> None:
         """Store the arguments of a step, in the form of its transaction. Runs in every step.
 
         Those of a refused step may be replayed after a rollback.
@@ -299,7 +324,7 @@ class RecentBatches:
         else:
             size = bytes_of(given)
             self._bytes += size
-        entries.append(_Entry(step, given, size, status))
+        entries.append(_Entry(step, given, size, refused))
         while self._bytes > step_data.MAX_BYTES or len(entries) > MAX_BATCHES:
             self._bytes -= entries.popleft().size
 
@@ -330,14 +355,14 @@ class RecentBatches:
 
     def last(self, count: int) -> list[Any]:
         """Return the arguments of the last committed steps, at most this many, oldest first."""
-        entries = [e for e in self._entries if e.given is not None and e.status == COMMITTED]
+        entries = [e for e in self._entries if e.given is not None and not e.refused]
         return [args for e in entries[-count:] if (args := self.as_given(e.given)) is not None]
 
     def rerun(self, first: int, last: int) -> Rerun | None:
         """Return the steps from one to another, `None` if not all are known."""
         entries = {entry.step: entry for entry in self._entries}
-        entries.setdefault(last, _Entry(last, None, 0, REFUSED))
-        batches, statuses = [], dict[int, int]()
+        entries.setdefault(last, _Entry(last, None, 0, True))
+        batches, refused = [], set[int]()
         for number in range(first, last + 1):
             entry = entries.get(number)
             if entry is None:
@@ -346,11 +371,9 @@ class RecentBatches:
             if args is None and entry.given is not None:
                 return None
             batches.append(args)
-            if args is not None:
-                statuses[number] = entry.status
-        refused = frozenset(step for step, status in statuses.items() if status != COMMITTED)
-        overflows = frozenset(step for step in refused if statuses[step] == OVERFLOW)
-        return Rerun(tuple(batches), refused, overflows)
+            if args is not None and entry.refused:
+                refused.add(number)
+        return Rerun(tuple(batches), frozenset(refused))
 
 
 def bytes_of(value: Any) -> int:

@@ -37,7 +37,7 @@ class TestCounts:
         run = zoo.run(scaled, zoo.poison(overflowing(5), 7), guard=guard, epochs=1, callbacks=[corrupts(9)])
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
-        assert counts.overflows == counts.epoch.overflows == 1 and counts.refused == 2
+        assert counts.overflows == counts.epoch_overflows == 1 and counts.refused == 2
         assert run.history["refused_steps"] == [counts.refused]
         assert f"epoch 1 metrics exclude {counts.refused} skipped steps of 12" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ class TestCounts:
         counts = guard.session.run.counts
         assert counts.restored == 0 and counts.run_again == 2, "the overflow and the step that found NaN"
         assert run.history["refused_steps"] == [1, 1] and counts.refused == counts.overflows == 2
-        assert counts.epoch_committed == 7 and counts.epoch.overflows == 1
+        assert counts.epoch_committed == 7 and counts.epoch_overflows == 1
 
 
 class TestRefused:
@@ -269,3 +269,13 @@ def test_a_bad_result_between_two_steps_costs_no_step(do):
     sizes = {"batch_size": zoo.BATCH, "verbose": 0}
     model.fit(data.x, data.y, validation_data=(bad.x, bad.y), callbacks=[guard], **sizes)
     assert len(guard.incidents) == 1 and int(model.optimizer.iterations.numpy()) == guard.session.run.step
+
+
+def test_an_epoch_whose_only_step_is_left_out_of_a_replay_has_no_metrics():
+    """Its loss in the History is the last known one, not that of empty metrics, which is 0."""
+    guard, rates = NanGuard("stop", verbose=0, diagnose=False), [0.01, 3e38]
+    set_rate = zoo.Before(lambda model: model.optimizer.learning_rate.assign(rates.pop(0)))
+    build = lambda: zoo.plain(keras.optimizers.SGD(0.01), dropout=False)  # noqa: E731
+    run = zoo.run(build, zoo.regression(batches=1), guard=guard, epochs=3, callbacks=[set_rate])
+    assert guard.stopped and not guard.incidents[0].refused
+    assert run.history["loss"] == [run.history["loss"][0]] * 2 and run.history["loss"][0] > 0
