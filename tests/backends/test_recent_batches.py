@@ -20,7 +20,6 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.steps import bytes_of
 from keras_nanguard._keras import variables as keras_variables
 from keras_nanguard._keras.train_state import TrainState
-from keras_nanguard._recording.database import COMMITTED
 from keras_nanguard.testing import inject
 
 BACKEND = keras.backend.backend()
@@ -72,7 +71,7 @@ class Known(NamedTuple):
 
 
 def steps_of(recent):
-    return tuple(entry.step for entry in recent._entries if entry.status == COMMITTED)
+    return tuple(entry.step for entry in recent._entries if not entry.refused)
 
 
 def known_at(model, *data, steps, rules=(), every=1000, epochs=3, **fit):
