@@ -126,9 +126,9 @@ class Transaction(TracedStep):
         return trace.decide(outputs, [trace.here().measure(outputs, found)], halted, number)
 
     def _inspected(self, trace: StepTrace) -> list[Inspected]:
-        """Return what the bodies of the replicas have written; raise `Retrace` if the step has to be
-        traced again. As `tf.function` does, that is so after a first trace that creates variables:
-        in it the body of a step reads an optimizer that is not built yet.
+        """Return what the bodies of the replicas have written; raise `Retrace` if the step has to
+        be traced again. As with `tf.function`, that is so after a first trace that creates
+        variables: in it the body of a step reads an optimizer that is not built yet.
         """
         hidden = trace.graph is not None and has_hidden_state(trace.graph)
         self.learned = learned = replace(self.learned, has_hidden_state=hidden)
