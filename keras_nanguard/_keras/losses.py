@@ -139,6 +139,11 @@ def option_of(loss: Any, name: str) -> Any:
     return value
 
 
+def is_loss(value: Any) -> bool:
+    """Whether a result of `compute_loss` is a loss: a custom one may return a tuple or a dict."""
+    return isinstance(value, (int, float)) or bool(keras.ops.is_tensor(value))
+
+
 def predicted(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return `y_pred` of a call of `Model.compute_loss`, `None` if there is none."""
     names = ("x", "y", "y_pred", "sample_weight", "training")

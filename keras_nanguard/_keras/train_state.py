@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from keras_nanguard._core import finiteness
 from keras_nanguard._keras import (
     layers as keras_layers,
+    losses as keras_losses,
     optimizers as keras_optimizers,
     torch_tensors,
     variables as keras_variables,
@@ -33,7 +36,8 @@ class TrainState:
         other: every other variable of the model: BatchNorm statistics, frozen weights, seed
             generators, and, which Keras does not list, states of stateful RNNs and buffers of torch
             modules.
-        metrics: variables of the loss tracker and of the metrics.
+        metrics: variables of the loss tracker and of the metrics, also of those that layers, such
+            as a model within the model, and losses have.
         slots: variables of the optimizers apart from rate and loss scale: moments, iterations,
             accumulators, EMA.
         scales: `(dynamic_scale, step_counter)` of each `LossScaleOptimizer`.
@@ -88,10 +92,18 @@ class TrainState:
         slots = unique((v for o in optimizers for v in o.variables), no_slots)
         attributes = [value for o in (*inner, *optimizers) for value in vars(o).values()]
         own_slots = unique(filter(keras_variables.is_variable, attributes), [*slots, *no_slots])
+        losses = [loss for loss in keras_losses.losses_of(model) if hasattr(loss, "__dict__")]
+        measured = [
+            v
+            for item in (*held, *keras_layers.held_by(losses))
+            if isinstance(item, keras.metrics.Metric)
+            for v in item.variables
+        ]
+        metrics = unique([*getattr(model, "metrics_variables", ()), *measured])
         return cls(
             trainable=trainable,
             other=other,
-            metrics=unique(getattr(model, "metrics_variables", ())),
+            metrics=metrics,
             slots=slots,
             scales=scales,
             rates=tuple(filter(keras_variables.is_variable, rates[: len(inner)])),

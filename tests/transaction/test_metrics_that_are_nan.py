@@ -23,7 +23,9 @@ def fit(*callbacks):
     y = Y.copy()
     y[:8] = 0.0
     stops = keras.callbacks.EarlyStopping("rate", mode="max", patience=2)
-    history = model.fit(X, y, batch_size=8, epochs=6, verbose=0, shuffle=False, callbacks=[*callbacks, stops])
+    history = model.fit(
+        X, y, batch_size=8, epochs=6, verbose=0, shuffle=False, callbacks=[*callbacks, stops]
+    )
     return history.history["rate"], model.get_weights()
 
 
@@ -42,3 +44,24 @@ def test_told_once(capsys):
     assert not guard.incidents
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("NanGuard: the metric rate of epoch 1 is nan")
+
+
+class Measures(keras.Model):
+    """Has a metric that is 0/0 in each batch, and that an outer model does not list."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.share = layers.Dense(4), keras.metrics.Mean()
+
+    def call(self, x):
+        self.share.update_state(keras.ops.sum(x) * 0.0 / keras.ops.sum(x * 0.0))
+        return self.dense(x)
+
+
+def test_of_a_model_within_a_model():
+    """It is no statistic: the steps commit."""
+    inputs, guard = keras.Input((4,)), NanGuard(verbose=0)
+    model = keras.Model(inputs, layers.Dense(1)(Measures()(inputs)))
+    model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[guard])
+    assert not guard.incidents and int(np.asarray(model.optimizer.iterations)) == 8

@@ -16,7 +16,7 @@ import keras
 from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
-from keras_nanguard._keras.losses import predicted
+from keras_nanguard._keras.losses import is_loss, predicted
 from keras_nanguard._keras.overrides import Overrides
 
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
@@ -165,7 +165,7 @@ class Intercept(Overrides):
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
-            value = primal(loss, self.trace)
+            value = primal(loss, self.trace) if is_loss(loss) else None
             if value is not None:
                 self.losses.append(value)
                 leaves = jax.tree_util.tree_leaves(predicted(args, kwargs))

@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras_nanguard._core.finiteness import is_inexact
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
-from keras_nanguard._keras.losses import predicted
+from keras_nanguard._keras.losses import is_loss, predicted
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.tf_variables import as_keras
 
@@ -160,7 +160,7 @@ class Intercept(Overrides):
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = real(*args, **kwargs)
-            if loss is not None and self._here():
+            if is_loss(loss) and self._here():
                 seen, outputs = self.seen(), keras.tree.flatten(predicted(args, kwargs))
                 seen.losses.append(tf.convert_to_tensor(loss))
                 named = named_outputs(self.model, outputs)

@@ -36,7 +36,12 @@ from keras_nanguard._backends.interface import Executed, Run
 from keras_nanguard._backends.shared import batches
 from keras_nanguard._backends.tensorflow.intercept import has_hidden_state
 from keras_nanguard._backends.tensorflow.kernels import same_bits
-from keras_nanguard._backends.tensorflow.replica import Inspected, ReplicaTrace, TracedStep
+from keras_nanguard._backends.tensorflow.replica import (
+    Inspected,
+    ReplicaTrace,
+    Retrace,
+    TracedStep,
+)
 from keras_nanguard._backends.tensorflow.trace import (
     Places,
     StepResult,
@@ -121,9 +126,17 @@ class Transaction(TracedStep):
         return trace.decide(outputs, [trace.here().measure(outputs, found)], halted, number)
 
     def _inspected(self, trace: StepTrace) -> list[Inspected]:
+        """Return what the bodies of the replicas have written; raise `Retrace` if the step has to
+        be traced again. As with `tf.function`, that is so after a first trace that creates
+        variables: in it the body of a step reads an optimizer that is not built yet.
+        """
         hidden = trace.graph is not None and has_hidden_state(trace.graph)
-        self.learned = replace(self.learned, has_hidden_state=hidden)
-        return trace.inspect()
+        self.learned = learned = replace(self.learned, has_hidden_state=hidden)
+        found = trace.inspect()
+        self.learned = replace(learned, creates=trace.creates)
+        if trace.creates and not learned.creates:
+            raise Retrace(self.learned)
+        return found
 
     # For the host, between two runs
 

@@ -60,12 +60,16 @@ class StepTrace(intercept.Intercept):
     """One trace (or one eager run) of a step on all of its replicas; usually there is one.
 
     In this order: `run` inside the context, `inspect`, `measure` of each replica, `decide`.
+
+    Attributes:
+        creates: whether the body has created variables while it was traced.
     """
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
         self.transaction, self.replicas = transaction, replicas
         super().__init__(transaction.model, replicas[0].train_state.found, transaction.immediate)
         self.start = intercept.mark(self.graph)
+        self.creates = False
 
     def here(self) -> ReplicaTrace:
         """Return the calling replica."""
@@ -84,6 +88,7 @@ class StepTrace(intercept.Intercept):
         self.here().on_update(record)
 
     def note_created(self, variable: Any) -> None:
+        self.creates |= self.graph is not None
         for replica in self.replicas:
             replica.note_created(variable)
         with tf.init_scope():

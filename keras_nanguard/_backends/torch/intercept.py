@@ -17,7 +17,7 @@ from keras_nanguard._backends.torch.updates import KerasUpdate, TorchUpdate, Upd
 from keras_nanguard._backends.torch.watching import CALLS, LateWrites
 from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
-from keras_nanguard._keras.losses import predicted
+from keras_nanguard._keras.losses import is_loss, predicted
 from keras_nanguard._keras.overrides import Overrides
 
 SOURCES = ("compute_loss", "scale", "backward")
@@ -206,7 +206,7 @@ class Intercept:
 
     def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def note(loss: Any, args: Any, kwargs: Any) -> None:
-            if loss is not None:
+            if is_loss(loss):
                 is_tensor = isinstance(loss, torch.Tensor)
                 loss = loss if is_tensor else keras.ops.convert_to_tensor(loss)
                 self._recorder.note_loss_of_model(loss, predicted(args, kwargs))

@@ -21,7 +21,9 @@ BATCH, BATCHES = 8, 10
 BAD = (2, 6)
 WITH_BAD = np.random.default_rng(0).standard_normal((BATCH * BATCHES, 6)).astype("float32")
 WITH_BAD_Y = WITH_BAD[:, :1] - 0.5 * WITH_BAD[:, 1:2]
-KEPT = np.concatenate([np.arange(b * BATCH, b * BATCH + BATCH) for b in range(BATCHES) if b not in BAD])
+KEPT = np.concatenate(
+    [np.arange(b * BATCH, b * BATCH + BATCH) for b in range(BATCHES) if b not in BAD]
+)
 X, Y = WITH_BAD[KEPT], WITH_BAD_Y[KEPT]
 WITH_BAD[[step * BATCH + 3 for step in BAD]] = np.nan
 
@@ -55,15 +57,21 @@ class Plain(keras.Model):
 
 def test_a_lowered_rate_reaches_each_function_of_a_loop():
     """A schedule is built into the traced step, so each function is traced again."""
-    model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.1]))
+    model = keras.Sequential(
+        [keras.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    optimizer = keras.optimizers.SGD(
+        keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.1])
+    )
 
     def towards(target):
         @tf.function
         def step(x):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((model(x) - target) ** 2)
-            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
             return loss
 
         return guard.step(step)
@@ -148,7 +156,9 @@ class CallsACompiledFunction(Plain, NanGuardModel):
     def updated(self, x, y):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
         return loss
 
     def train_step(self, data):
@@ -183,7 +193,9 @@ class ReadsItsRateLate(Plain):
 
     def __init__(self):
         super().__init__()
-        self.rate = self.add_weight(shape=(), initializer=keras.initializers.Constant(0.05), trainable=False, name="rate")
+        self.rate = self.add_weight(
+            shape=(), initializer=keras.initializers.Constant(0.05), trainable=False, name="rate"
+        )
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -313,7 +325,9 @@ def updates_inside(how):
                 TrainsNative.update(self, gradient)
                 return tf.constant(0)
 
-            tf.function(inside)() if how == "function" else tf.cond(tf.size(gradient) > 0, inside, lambda: tf.constant(0))
+            tf.function(inside)() if how == "function" else tf.cond(
+                tf.size(gradient) > 0, inside, lambda: tf.constant(0)
+            )
 
     return Inside
 
@@ -338,15 +352,21 @@ class Adversarial(keras.Model):
         generator, critic = self.networks()
         noise = keras.random.normal((BATCH, 3), seed=self.seed)
         with tf.GradientTape() as tape:
-            critic_loss = tf.reduce_mean(tf.nn.softplus(-critic(x)) + tf.nn.softplus(critic(generator(noise, training=True))))
+            critic_loss = tf.reduce_mean(
+                tf.nn.softplus(-critic(x)) + tf.nn.softplus(critic(generator(noise, training=True)))
+            )
         self._update(self.critic_optimizer, tape, critic_loss, critic)
         with tf.GradientTape() as tape:
-            generator_loss = tf.reduce_mean(tf.nn.softplus(-critic(generator(noise, training=True))))
+            generator_loss = tf.reduce_mean(
+                tf.nn.softplus(-critic(generator(noise, training=True)))
+            )
         self._update(self.generator_optimizer, tape, generator_loss, generator)
         return {"critic_loss": critic_loss, "generator_loss": generator_loss}
 
     def _update(self, optimizer, tape, loss, network):
-        optimizer.apply_gradients(zip(tape.gradient(loss, network.trainable_weights), network.trainable_weights))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, network.trainable_weights), network.trainable_weights)
+        )
 
 
 class Counts(Plain):
@@ -399,8 +419,15 @@ def fitted(make, x, y, callbacks, mode):
     model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", **MODES[mode])
     options = {"batch_size": BATCH, "epochs": EPOCHS[mode], "shuffle": False, "verbose": 0}
     history = model.fit(x, y, callbacks=callbacks, **options).history
-    optimizers = [model.optimizer, *(o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer))]
-    state = [*model.variables, *model.state(), *(v for o in optimizers if o is not None for v in o.variables)]
+    optimizers = [
+        model.optimizer,
+        *(o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)),
+    ]
+    state = [
+        *model.variables,
+        *model.state(),
+        *(v for o in optimizers if o is not None for v in o.variables),
+    ]
     return history, [np.asarray(v) for v in state], model
 
 
@@ -423,7 +450,9 @@ def test_bad_batches_leave_nothing_behind(name, mode):
     bad = [BATCHES * epoch + step for epoch in range(EPOCHS[mode]) for step in BAD] if seen else []
     assert [incident.step for incident in guard.incidents] == bad
     if mode == "graph":
-        assert guard.session.run.access.transaction.learned.updates_first == (name in KEEPS_OLD_VALUES)
+        assert guard.session.run.access.transaction.learned.updates_first == (
+            name in KEEPS_OLD_VALUES
+        )
     if name == "writes a table":  # said among the limits
         assert int(model.table.lookup(tf.constant(1, tf.int64))) == EPOCHS[mode] * BATCHES
 
@@ -538,6 +567,35 @@ def test_an_optimizer_that_writes_while_it_is_built():
     zoo.assert_same(run([NanGuard(verbose=0)], run_eagerly=True), eager)
 
 
+class ScalesBeforeItIsBuilt(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_scales_its_loss_before_the_optimizer_is_built(mode):
+    """Keras reads the constant `initial_scale` then, until it traces the step again: so in a guarded run."""
+
+    def run(callbacks):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        model = ScalesBeforeItIsBuilt(inputs, layers.Dense(1)(layers.Dense(4, "tanh")(inputs)))
+        scaled = keras.optimizers.LossScaleOptimizer(
+            sgd(), initial_scale=1024.0, dynamic_growth_steps=3
+        )
+        model.compile(scaled, **MODES[mode])
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return [np.asarray(v) for v in (*model.variables, *model.optimizer.variables)]
+
+    zoo.assert_same(run([NanGuard(verbose=0)]), run([]))
+
+
 @pytest.fixture
 def checked_numerics():
     tf.debugging.enable_check_numerics()
@@ -552,8 +610,12 @@ def test_with_check_numerics(checked_numerics):
     zoo.assert_same(state, fitted(Plain, X, Y, [], "graph")[1])
     assert guard.incidents == []
     with pytest.raises(tf.errors.InvalidArgumentError, match="Infinity or NaN"):
-        model.fit(WITH_BAD, WITH_BAD_Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard])
-    assert all(np.isfinite(np.asarray(v)).all() for v in (*model.variables, *model.optimizer.variables))
+        model.fit(
+            WITH_BAD, WITH_BAD_Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[guard]
+        )
+    assert all(
+        np.isfinite(np.asarray(v)).all() for v in (*model.variables, *model.optimizer.variables)
+    )
 
 
 @pytest.mark.parametrize("mode", ["graph", "two steps in one"])
@@ -601,7 +663,13 @@ def test_arguments_are_cast_to_the_signature_of_a_function(caplog):
     model, traces = keras.Sequential([keras.Input((6,)), layers.Dense(1)]), []
     optimizer = keras.optimizers.SGD(0.01)
 
-    @tf.function(input_signature=[tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1)), tf.TensorSpec((), tf.int32)])
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec((None, 6)),
+            tf.TensorSpec((None, 1)),
+            tf.TensorSpec((), tf.int32),
+        ]
+    )
     def step(x, y, number):
         traces.append(x.dtype)
         with tf.GradientTape() as tape:
@@ -615,7 +683,9 @@ def test_arguments_are_cast_to_the_signature_of_a_function(caplog):
         for number in range(5):
             before = len(traces)
             bad = np.nan if number == 3 else 1.0
-            _, given = guarded(X[:8].astype("float64") * bad, number=number, y=Y[:8].astype("float64"))
+            _, given = guarded(
+                X[:8].astype("float64") * bad, number=number, y=Y[:8].astype("float64")
+            )
             assert given.dtype == tf.int32 and int(given) == number
             assert number in (0, 3) or len(traces) == before, "no new trace"
     assert set(traces) == {tf.float32}, "in the replays of the diagnosis as well"
@@ -647,7 +717,10 @@ def test_weights_that_are_unfrozen_without_compiling_in_a_custom_step():
 
 
 def test_arguments_that_a_signature_leaves_out():
-    model, optimizer = keras.Sequential([keras.Input((6,)), layers.Dense(1)]), keras.optimizers.SGD(0.01)
+    model, optimizer = (
+        keras.Sequential([keras.Input((6,)), layers.Dense(1)]),
+        keras.optimizers.SGD(0.01),
+    )
     specs = [tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1))]
 
     def core(x, y, factor=1.0):
@@ -667,11 +740,18 @@ def test_arguments_that_a_signature_leaves_out():
     guard = NanGuard(verbose=0)
     with guard.watch(model, optimizer):
         step, scaled = guard.step(by_default), guard.step(of_signature)
-        for args, kwargs in (((X, Y), {}), ((X, Y, True), {}), ((X,), {"y": Y, "flag": True, "other": None})):
+        for args, kwargs in (
+            ((X, Y), {}),
+            ((X, Y, True), {}),
+            ((X,), {"y": Y, "flag": True, "other": None}),
+        ):
             step(*args, **kwargs)
         scaled(X, Y)
         scaled(X, Y, factor=1)
-        with pytest.raises(TypeError, match=r"Expected flag=True, which the input_signature leaves out. Received: flag=False"):
+        with pytest.raises(
+            TypeError,
+            match=r"Expected flag=True, which the input_signature leaves out. Received: flag=False",
+        ):
             step(X, Y, flag=False)
     assert int(optimizer.iterations.numpy()) == 5
 
