@@ -10,7 +10,6 @@ A module imports only modules above it:
 |---|---|---|
 | `overrides` | how an attribute of one instance is replaced | any attribute |
 | `arrays` | the values of a tensor of any backend as a NumPy array | |
-| `tf_variables` | a `tf.Variable` as a variable of Keras | |
 | `torch_tensors` | a tensor of PyTorch as a variable of Keras; the buffers of its modules | |
 | `variables` | what a variable is; how its value is read, written and restored | values |
 | `all_or_none` | how many variables are written without a mixture of two states | |

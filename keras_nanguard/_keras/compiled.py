@@ -19,7 +19,7 @@ import keras
 from keras_nanguard._keras import (
     layers as keras_layers,
     optimizers as keras_optimizers,
-    tf_variables,
+    variables as keras_variables,
 )
 from keras_nanguard._keras.overrides import Overrides
 from keras_nanguard._keras.train_state import TrainState
@@ -77,7 +77,7 @@ def as_built(model: Any, optimizers: Iterable[Any], freezes: bool) -> Iterator[N
             them by hand, such as a moving average of other weights.
     """
     built = [v for o in optimizers if o.built for v in keras_optimizers.trained_by(o)]
-    trained = {id(tf_variables.unwrapped(v)) for v in built}
+    trained = {id(keras_variables.unwrapped(v)) for v in built}
     changed = [v for v in model.variables if trained and v.trainable != (id(v) in trained)]
     changed = [v for v in changed if freezes or not v.trainable]
     with Overrides() as overrides:

@@ -60,10 +60,15 @@ def given_metrics(model: Any) -> Any:
 
 
 def with_inner(metrics: Iterable[Any]) -> Iterator[Any]:
-    """Yield metrics, and those within the metrics of `compile`."""
+    """Yield metrics, and those within the metrics of `compile`. In a custom metric the attribute
+    `metrics` may be anything.
+    """
     for metric in metrics:
-        yield metric
-        yield from with_inner(getattr(metric, "metrics", None) or ())
+        if isinstance(metric, keras.metrics.Metric):
+            yield metric
+            inner = getattr(metric, "metrics", None)
+            if isinstance(inner, (list, tuple, dict)):
+                yield from with_inner(keras_variables.flat(inner))
 
 
 def directed(model: Any, direction: str) -> set[str]:

@@ -32,7 +32,6 @@ import keras
 from keras_nanguard._core.variable_names import is_second_moment
 from keras_nanguard._keras import (
     arrays as keras_arrays,
-    tf_variables,
     variables as keras_variables,
 )
 from keras_nanguard._keras.layers import held_by
@@ -52,7 +51,7 @@ def class_of_keras(optimizer: Any) -> str:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables that the optimizer was built to update."""
-    return [*map(tf_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
+    return [*map(keras_variables.as_keras, getattr(inner(optimizer), "_trainable_variables", ()))]
 
 
 def rejects_variable(error: ValueError) -> bool:
@@ -69,7 +68,7 @@ def first_values(optimizer: Any) -> dict[int, Any]:
     trained = trained_by(optimizer)
     averages = zip(getattr(inner(optimizer), "_model_variables_moving_average", ()), trained)
     fresh = type(optimizer).from_config(optimizer.get_config())
-    fresh.build([tf_variables.unwrapped(v) for v in trained])
+    fresh.build([keras_variables.unwrapped(v) for v in trained])
     slots, first = optimizer.variables, fresh.variables
     pairs = zip(slots, first) if len(slots) == len(first) else ()
     return {id(slot): value for slot, value in (*pairs, *averages)}

@@ -1,4 +1,5 @@
-"""One variable: what it is, and its value as a NumPy array, read, written or restored.
+"""One variable: what it is, and its value as a NumPy array, read, written or restored. A
+`tf.Variable`, which belongs to no variable of Keras, is wrapped as one.
 
 Private names of Keras:
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from keras_nanguard._core import finiteness
 from keras_nanguard._core.variable_names import STATISTIC
-from keras_nanguard._keras import arrays as keras_arrays, tf_variables, torch_tensors
+from keras_nanguard._keras import arrays as keras_arrays, torch_tensors
 from keras_nanguard._keras.overrides import Overrides
 
 VARIABLE = keras.src.backend.Variable
@@ -50,7 +51,7 @@ def unique(variables: Iterable[Any], besides: Iterable[Any] = ()) -> tuple[Any, 
 
 def native(variable: Any) -> Any:
     """Return the variable of the backend behind a `keras.Variable`; any other one unchanged."""
-    return variable.value if isinstance(variable, VARIABLE) else tf_variables.unwrapped(variable)
+    return variable.value if isinstance(variable, VARIABLE) else unwrapped(variable)
 
 
 def stored(variable: Any) -> Any:
@@ -183,3 +184,62 @@ def restorer(variable: Any) -> Callable[[], Any]:
         return lambda: torch_tensors.write_tensor(variable.data, kept)
     value = variable.read_value()
     return lambda: variable.assign(value)
+
+
+# A variable of TensorFlow
+
+_AS_KERAS = "_nanguard_as_keras"
+"""The attribute of a `tf.Variable` in which its `NativeVariable` is kept."""
+
+
+class NativeVariable:
+    """A `tf.Variable` with the interface of a `keras.Variable`: a path, the name of its dtype, a
+    value.
+
+    Keras optimizers accept a `tf.Variable` (of a `tf.Module`, of TF-Hub, of Sonnet) as well.
+
+    Attributes:
+        value: the `tf.Variable`.
+        path, name: its name, without the `:0` that TensorFlow appends.
+    """
+
+    __slots__ = ("name", "path", "value")
+
+    def __init__(self, variable: Any):
+        self.value, self.path = variable, str(variable.name).partition(":")[0]
+        self.name = self.path.rpartition("/")[2]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as Keras writes it."""
+        return str(self.value.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a gradient tape watches it."""
+        return bool(self.value.trainable)
+
+    def assign(self, value: Any) -> None:
+        """Set its value."""
+        self.value.assign(value)
+
+
+def as_keras(variable: Any) -> Any:
+    """Return a `keras.Variable` unchanged; wrap a `tf.Variable`, always in the same object."""
+    if hasattr(variable, "path") or not hasattr(variable, "read_value"):
+        return variable
+    known = getattr(variable, _AS_KERAS, None)
+    if known is None:
+        known = NativeVariable(variable)
+        setattr(variable, _AS_KERAS, known)
+    return known
+
+
+def unwrapped(variable: Any) -> Any:
+    """Return the variable that was passed to `as_keras`."""
+    return variable.value if isinstance(variable, NativeVariable) else variable

@@ -9,7 +9,7 @@ import pytest
 from keras_nanguard import Incident, NanGuard
 from keras_nanguard._core.history import History
 from keras_nanguard._diagnose.evidence import Evidence
-from keras_nanguard._diagnose.optimizers import (
+from keras_nanguard._diagnose.gathering import (
     MODERATE,
     PROVEN,
     is_by_other_code,

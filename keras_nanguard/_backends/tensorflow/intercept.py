@@ -24,7 +24,7 @@ from keras_nanguard._keras import optimizers as keras_optimizers
 from keras_nanguard._keras.layers import named_outputs
 from keras_nanguard._keras.losses import is_loss, predicted
 from keras_nanguard._keras.overrides import Overrides
-from keras_nanguard._keras.tf_variables import as_keras
+from keras_nanguard._keras.variables import as_keras
 
 _READS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
