@@ -4,7 +4,7 @@ modules, parameters of models, slots of optimizers. It is loaded on every backen
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -139,3 +139,13 @@ def _is_array(tensor: Any) -> bool:
     kinds = ("float8", "float4", "bits")
     dense = str(tensor.layout) == "torch.strided"
     return dense and not special and not any(kind in str(tensor.dtype) for kind in kinds)
+
+
+def content_restorer(tensor: Any) -> Callable[[], None] | None:
+    """Return a function that restores the content of a tensor if it was written in place; `None`
+    for one of `torch.inference_mode`, which counts no writes.
+    """
+    if tensor.is_inference():
+        return None
+    version, copy = tensor._version, tensor.detach().clone()
+    return lambda: None if tensor._version == version else write_tensor(tensor.detach(), copy)
