@@ -46,7 +46,6 @@ class Learned:
             learning rate scheduler. Snapshots do not have it, so replays would change it twice.
         has_hidden_state: whether the compiled step changes more than variables: an operation has a
             random generator of its own (`tf.random.normal`), or calls the host (`tf.print`).
-        creates: whether its last trace has created variables.
     """
 
     untracked: Mapping[int, Any] = field(default_factory=dict)
@@ -54,7 +53,6 @@ class Learned:
     updates_first: bool = False
     changes_outside: bool = False
     has_hidden_state: bool = False
-    creates: bool = False
 
 
 class Executed(NamedTuple):

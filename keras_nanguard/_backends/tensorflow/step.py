@@ -127,14 +127,13 @@ class Transaction(TracedStep):
 
     def _inspected(self, trace: StepTrace) -> list[Inspected]:
         """Return what the bodies of the replicas have written; raise `Retrace` if the step has to
-        be traced again. As with `tf.function`, that is so after a first trace that creates
-        variables: in it the body of a step reads an optimizer that is not built yet.
+        be traced again. That is so if an optimizer that scales the loss was built in this trace:
+        until then it scales by a constant. Keras uses its second trace, too.
         """
         hidden = trace.graph is not None and has_hidden_state(trace.graph)
-        self.learned = learned = replace(self.learned, has_hidden_state=hidden)
+        self.learned = replace(self.learned, has_hidden_state=hidden)
         found = trace.inspect()
-        self.learned = replace(learned, creates=trace.creates)
-        if trace.creates and not learned.creates:
+        if any(optimizer.built for optimizer in trace.unbuilt):
             raise Retrace(self.learned)
         return found
 

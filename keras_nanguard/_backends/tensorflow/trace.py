@@ -21,6 +21,7 @@ from keras_nanguard._backends.tensorflow.replica import (
     TracedStep,
 )
 from keras_nanguard._core.verdict import PERIOD, Verdict
+from keras_nanguard._keras import optimizers as keras_optimizers
 
 Places = tuple[tuple[str, str], ...]
 """`(site, path)` of each line of counts."""
@@ -62,14 +63,16 @@ class StepTrace(intercept.Intercept):
     In this order: `run` inside the context, `inspect`, `measure` of each replica, `decide`.
 
     Attributes:
-        creates: whether the body has created variables while it was traced.
+        unbuilt: the optimizers that scale the loss and were not built before this trace; none in
+            an eager run.
     """
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
         self.transaction, self.replicas = transaction, replicas
         super().__init__(transaction.model, replicas[0].train_state.found, transaction.immediate)
         self.start = intercept.mark(self.graph)
-        self.creates = False
+        scaling = filter(keras_optimizers.is_loss_scaled, replicas[0].train_state.found)
+        self.unbuilt = [o for o in scaling if self.graph is not None and not o.built]
 
     def here(self) -> ReplicaTrace:
         """Return the calling replica."""
@@ -88,7 +91,6 @@ class StepTrace(intercept.Intercept):
         self.here().on_update(record)
 
     def note_created(self, variable: Any) -> None:
-        self.creates |= self.graph is not None
         for replica in self.replicas:
             replica.note_created(variable)
         with tf.init_scope():
