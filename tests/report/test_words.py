@@ -163,9 +163,8 @@ class Printed(GuardLog):
         return self.printed()
 
     def of_epoch(self, epoch, refused, committed, unmeasured=()):
-        of = SimpleNamespace(refused=refused, overflows=0)
-        counts = SimpleNamespace(epoch=of, epoch_committed=committed)
-        self.epoch(counts, epoch, unmeasured, True)
+        counts = {"epoch_refused": refused, "epoch_committed": committed, "epoch_overflows": 0}
+        self.epoch(SimpleNamespace(**counts), epoch, unmeasured, True)
         return self.printed()
 
 

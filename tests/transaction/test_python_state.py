@@ -46,13 +46,19 @@ class Annealed(keras.losses.Loss):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1) * factor
 
 
-CALLS = []
-"""An entry for each call of a model of `trained`, also for those of a trial."""
+class Tally:
+    """A number that nobody restores: it is in no `__dict__`."""
+
+    __slots__ = ("number",)
+
+
+CALLS = Tally()
+"""The number of calls of a model of `trained`, with those of a trial."""
 
 
 class Called(layers.Layer):
     def call(self, inputs):
-        CALLS.append(True)
+        CALLS.number += 1
         return inputs
 
 
@@ -86,8 +92,59 @@ def kept():
     return [Counting(), Drawn(), fixed], "sgd", Annealed(), [Collecting()]
 
 
+class Centred(keras.losses.Loss):
+    """Keeps an array that it writes in place, and a list in its closure, on which it depends."""
+
+    def __init__(self):
+        super().__init__(name="centred")
+        self.centre, bank = np.zeros(1), []
+
+        def banked(value):
+            bank.append(value)
+            return value * (1 + len(bank) / 1000)
+
+        self.banked = banked
+
+    def call(self, y_true, y_pred):
+        self.centre += 0.01
+        if keras.backend.backend() == "torch":
+            TENSORS["centre"] += 0.01
+        centre = float(self.centre[0]) + float(TENSORS["centre"])
+        return self.banked(keras.ops.mean((y_true - y_pred) ** 2, axis=-1)) * (1 + centre)
+
+
+STATE, TENSORS = {}, {}
+"""What custom code of `outside` keeps in this module."""
+
+COUNT = 0
+
+
+class FromModule(layers.Layer):
+    """Draws from a generator of this module, and counts in a global, a dict and its class."""
+
+    calls = 0
+
+    def call(self, inputs):
+        global COUNT
+        COUNT += 1
+        FromModule.calls += 1
+        STATE["n"] += 1
+        drawn = STATE["drawn"].normal()
+        return inputs * (1 + 0.1 * drawn + (COUNT + STATE["n"] + FromModule.calls) / 1000)
+
+
+def outside():
+    """A loss and a layer whose code keeps state outside of their attributes."""
+    global COUNT
+    COUNT = FromModule.calls = 0
+    STATE.update(n=0, drawn=np.random.default_rng(0))
+    TENSORS.update(centre=keras.ops.zeros(()))
+    return [FromModule()], "sgd", Centred(), []
+
+
 PROGRAMS = {
     "objects": kept,
+    "outside": outside,
     "metric": lambda: ([], "sgd", "mse", [Collecting()]),
     "rate": lambda: ([], keras.optimizers.SGD(Rate()), "mse", []),
 }
@@ -127,7 +184,7 @@ def test_an_operation_with_a_generator_of_its_own(nested):
 def trained(*callbacks, program, **options):
     """Return losses, metrics and weights after a fit."""
     keras.utils.set_random_seed(0)
-    CALLS.clear()
+    CALLS.number = 0
     more, optimizer, loss, metrics = PROGRAMS[program]()
     model = keras.Sequential([keras.Input((4,)), Called(), layers.Dense(4), *more, layers.Dense(1)])
     model.compile(optimizer, loss, metrics=metrics, run_eagerly=True)
@@ -138,13 +195,13 @@ def trained(*callbacks, program, **options):
 
 @pytest.mark.requires_backend("tensorflow", "torch", reason="a pure step keeps no count")
 @pytest.mark.daily("*" if zoo.BACKEND == "torch" else "rate")
-@pytest.mark.parametrize("program", ["objects", "rate"])
+@pytest.mark.parametrize("program", ["objects", "outside", "rate"])
 def test_trials_of_a_healthy_run(program):
     """The check for divergence at the start of the second epoch runs steps again."""
     plain = trained(program=program, epochs=2)
-    calls = len(CALLS)
+    calls = CALLS.number
     guarded = trained(NanGuard(verbose=0), program=program, epochs=2)
-    assert (len(CALLS) > calls) == (program != "rate"), "a rate that counts its calls has no trials"
+    assert (CALLS.number > calls) == (program != "rate"), "a rate that counts its calls has no trials"
     zoo.assert_same(plain, guarded)
 
 
