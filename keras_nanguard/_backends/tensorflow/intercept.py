@@ -69,10 +69,15 @@ class Intercept(Overrides):
         model: the model whose `compute_loss` is recorded, or `None`.
         immediate: whether each update runs at once (its effect can be undone) instead of being
             deferred.
+
+    Attributes:
+        is_empty: whether an update has no gradients, as in the first trace of a step that lists the
+            weights of a model before it calls the model, which builds it.
     """
 
     def __init__(self, model: Any, optimizers: Iterable[Any], immediate: bool):
         super().__init__()
+        self.is_empty = False
         self.model, self.optimizers, self.immediate = model, list(optimizers), immediate
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._seen = StepRecord()
@@ -105,6 +110,9 @@ class Intercept(Overrides):
         def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
             given = () if trainable_variables is None else (list(trainable_variables),)
+            if not grads:  # Keras does nothing
+                self.is_empty = True
+                return real(grads, *given)
             if not optimizer.built and given:
                 build(optimizer, *given, eagerly=tf.executing_eagerly())
             record = Update(optimizer, real, grads, *given)

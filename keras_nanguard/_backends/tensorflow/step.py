@@ -127,13 +127,15 @@ class Transaction(TracedStep):
 
     def _inspected(self, trace: StepTrace) -> list[Inspected]:
         """Return what the bodies of the replicas have written; raise `Retrace` if the step has to
-        be traced again. That is so if an optimizer that scales the loss was built in this trace:
-        until then it scales by a constant. Keras uses its second trace, too.
+        be traced again, as Keras uses its second trace. That is so if an optimizer that scales the
+        loss was built in this trace, because until then it scales by a constant, or if the body
+        listed no weights for an update because they were created later.
         """
         hidden = trace.graph is not None and has_hidden_state(trace.graph)
         self.learned = replace(self.learned, has_hidden_state=hidden)
         found = trace.inspect()
-        if any(optimizer.built for optimizer in trace.unbuilt):
+        has_new_scale = any(optimizer.built for optimizer in trace.unbuilt)
+        if has_new_scale or (trace.is_empty and trace.creates):
             raise Retrace(self.learned)
         return found
 

@@ -65,6 +65,7 @@ class StepTrace(intercept.Intercept):
     Attributes:
         unbuilt: the optimizers that scale the loss and were not built before this trace; none in
             an eager run.
+        creates: whether variables were created while the body was traced.
     """
 
     def __init__(self, transaction: TracedStep, replicas: Sequence[ReplicaTrace]):
@@ -73,6 +74,7 @@ class StepTrace(intercept.Intercept):
         self.start = intercept.mark(self.graph)
         scaling = filter(keras_optimizers.is_loss_scaled, replicas[0].train_state.found)
         self.unbuilt = [o for o in scaling if self.graph is not None and not o.built]
+        self.creates = False
 
     def here(self) -> ReplicaTrace:
         """Return the calling replica."""
@@ -91,6 +93,7 @@ class StepTrace(intercept.Intercept):
         self.here().on_update(record)
 
     def note_created(self, variable: Any) -> None:
+        self.creates = self.graph is not None
         for replica in self.replicas:
             replica.note_created(variable)
         with tf.init_scope():
