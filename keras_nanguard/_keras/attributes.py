@@ -210,7 +210,7 @@ def _in_place(value: Any) -> Callable[[], None] | None:
     if isinstance(value, np.ndarray) and value.nbytes <= DATA:
         copy = value.copy()
         return lambda: None if np.array_equal(value, copy) else value.__setitem__(..., copy)
-    if of_torch and keras.backend.backend() == "torch" and keras.ops.is_tensor(value):
+    if of_torch and hasattr(value, "copy_"):  # a tensor
         return torch_tensors.content_restorer(value) if value.nbytes <= DATA else None
     return None
 
