@@ -41,11 +41,14 @@ REPLICAS = [[1], [0], [0, 1]] * 2
 
 
 def results(*arguments: str) -> dict[str, Any]:
-    """Run these cases in a process. A refusal is no error: TensorFlow prints nothing of it."""
+    """Run these cases in a process. A refusal is no error: TensorFlow prints nothing of it. At the
+    end of a fit it may print that an iterator which still reads ahead is cancelled.
+    """
     command, env = [sys.executable, SCRIPT, *arguments], {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert not re.search("rendezvous|INVALID_ARGUMENT|assertion", done.stderr), done.stderr[-4000:]
+    printed = re.sub(".*GetNextFromShard was cancelled", "", done.stderr)
+    assert not re.search("rendezvous|INVALID_ARGUMENT|assertion", printed), printed[-4000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
