@@ -26,6 +26,15 @@ OLD = tuple(int(n) for n in keras.__version__.split(".")[:2]) < (3, 8)
 """Whether this is one of the lowest versions of Keras, which behave differently in some cases."""
 
 
+class Tally:
+    """A number that trials and replays do not restore: it is in no `__dict__`."""
+
+    __slots__ = ("number",)
+
+    def __init__(self):
+        self.number = 0
+
+
 # Data
 
 

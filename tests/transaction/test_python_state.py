@@ -46,13 +46,7 @@ class Annealed(keras.losses.Loss):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1) * factor
 
 
-class Tally:
-    """A number that nobody restores: it is in no `__dict__`."""
-
-    __slots__ = ("number",)
-
-
-CALLS = Tally()
+CALLS = zoo.Tally()
 """The number of calls of a model of `trained`, with those of a trial."""
 
 
