@@ -84,6 +84,7 @@ class Attached:
         hide_from_progress_bar(callbacks)
         epochs, steps = self._plan.get("epochs"), self._plan.get("steps")
         self.session.run.recorder.note(epochs=epochs, steps_per_epoch=steps)
+        self.session.tasks.divergence.plan((epochs or 0) * (steps or 0))
 
     def _end_last_steps(self) -> None:
         """Judge the action of a divergence once the last step of the fit is done, before its state

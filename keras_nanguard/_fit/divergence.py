@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean, median, stdev
 
 import numpy as np
@@ -51,9 +52,9 @@ clearly higher than in an earlier window since; and 0 for the first `LONGEST` st
 trial brought progress, but the loss of the run did not clearly fall afterwards.
 """
 
-MINUTE = 60.0
-"""Trials of a run that has not learned anything may take as long as the run so far and this, in
-seconds.
+SHARE, SECONDS = 0.1, 30.0
+"""Trials may take this share of the time of the planned fit in all, but no longer than the fit has
+taken so far, and these seconds.
 """
 
 
@@ -63,9 +64,18 @@ class Divergence:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self._since = 0
-        self._schedule, self._began = Schedule(), time.monotonic()
+        self._schedule, self._budget = Schedule(), Budget()
         self._probation: Lost | None = None
         self._rollbacks = 0
+
+    def plan(self, steps: int) -> None:
+        """Note the number of steps that the fit is to have."""
+        self._budget.planned = steps
+
+    def follow(self, earlier: Divergence, step: int) -> None:
+        """Continue the schedule of an earlier fit, which ended at a step."""
+        self._schedule = earlier._schedule
+        self._schedule.begin_fit(step)
 
     def has_window(self, step: int) -> bool:
         """Whether a window that ends at this step is long enough for a check."""
@@ -91,7 +101,10 @@ class Divergence:
                 self._schedule.restart()
             if not (self._can_compare(run) and self._schedule.end_window(run, began)):
                 return None
-            result, steps = look_for_proof(run, time.monotonic() - self._began + MINUTE)
+            if (seconds := self._budget.left(run.step)) <= 0.0:
+                return None
+            with self._budget.measured():
+                result, steps = look_for_proof(run, seconds)
             if isinstance(result, Lost):
                 self._probation = result
                 return result
@@ -169,6 +182,36 @@ def _write(run: Run, state: State) -> None:
     write_all((v, state[id(v)]) for v in run.train_state().kept if id(v) in state)
 
 
+class Budget:
+    """The time that the trials of one fit may take.
+
+    Args:
+        clock: returns the time in seconds.
+
+    Attributes:
+        planned: number of steps that the fit is to have, 0 if unknown.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.planned = 0
+        self._clock, self._began, self._spent = clock, clock(), 0.0
+
+    def left(self, step: int) -> float:
+        """Return the time that trials may still take after a step, in seconds."""
+        passed = self._clock() - self._began - self._spent
+        whole = passed * max(self.planned / max(step, 1), 1.0)
+        return SECONDS + min(SHARE * whole, passed) - self._spent
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Return a context of trials, whose time counts."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._spent += self._clock() - began
+
+
 class Schedule:
     """When trials are worth their time."""
 
@@ -181,6 +224,10 @@ class Schedule:
     def restart(self) -> None:
         """Forget the trials so far, as after a rollback."""
         self._wait, self._spent = 0.0, 0
+
+    def begin_fit(self, step: int) -> None:
+        """Count the steps anew, as in the next fit after one that ended at this step."""
+        self._looked -= step
 
     def end_window(self, run: Run, began: int) -> bool:
         """Note the losses of a window that began after a step; return whether to run trials now."""

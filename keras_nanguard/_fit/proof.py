@@ -48,7 +48,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-BATCHES = 256
+BATCHES = 160
 """Maximum number of batches of a trial. The last quarter is held out."""
 
 TRIAL = 128
@@ -125,7 +125,7 @@ def look_for_proof(run: Run, seconds: float) -> tuple[TrialResult, int]:
             present = [*present, *trying.losses(trying.present, some[len(present) :])]
             trials = _Trials(run, trying, first, some, present, after)
             if trials.has_learned and not diverged and not trials.dead(after):
-                return "learned" if len(some) == HELD_OUT else None, trying.steps
+                return "learned", trying.steps
         steps = (1 + len(FACTORS)) * (max(TRIAL, len(batches)) + len(held_out))
         if steps * trying.seconds > seconds:
             return None, trying.steps

@@ -120,6 +120,8 @@ class Session:
         self.run.state_check.follow(earlier.run.state_check)
         if earlier.guard_state is not None:
             before, now = earlier.passed, self.run.passed_optimizers()
+            if [(id(o), id(r)) for o, r in before] == [(id(o), id(r)) for o, r in now]:
+                self.tasks.divergence.follow(earlier.tasks.divergence, earlier.run.step)
             self.run.adopt(earlier.guard_state.without_replaced(before, now), write=False)
 
     def begin_fit(self, deferred: bool) -> None:

@@ -11,6 +11,7 @@ from support import zoo
 
 from keras_nanguard import NanGuard
 from keras_nanguard._core.incident import Diagnosis, Finding
+from keras_nanguard._fit.divergence import Budget
 from keras_nanguard._fit.incidents import incident_of
 from keras_nanguard._fit.proof import Lost
 from keras_nanguard._keras import variables as keras_variables
@@ -636,13 +637,31 @@ class TestTime:
     def test_the_first_trials_of_a_run_that_learns_nothing(self, set_limit):
         """They are not repeated before the run has made as many steps as they took.
 
-        They take no longer than the run so far, and a minute.
+        Their time is limited.
         """
         noise = np.random.default_rng(0).normal(size=(len(X), 1))
         first, more = (self.steps_of_trials(self.regression, noise, rate=0.0, epochs=n) for n in (2, 8))
         assert 320 < first == more
-        set_limit("seconds of trials of a run that has learned nothing", -1e9)
-        assert 0 < self.steps_of_trials(self.regression, noise, rate=0.0, epochs=2) < 60
+        set_limit("seconds of trials", -1e9)
+        assert self.steps_of_trials(self.regression, noise, rate=0.0, epochs=2) == 0
+
+    def test_many_short_fits(self):
+        """The trials of earlier fits count: each fit would otherwise begin with its own."""
+        target = X[:, 20:28].sum(1, keepdims=True) + np.random.default_rng(0).normal(size=(len(X), 1))
+        inputs = keras.Input((64,))
+        model = CountsSteps(inputs, self.regression(inputs))
+        model.compile(optimizers.Adam(0.01), "mse")
+        guard = NanGuard()
+
+        def steps_of_trials():
+            STEPS.number = 0
+            model.fit(X, target.astype("float32"), batch_size=BATCH, epochs=2, verbose=0, callbacks=[guard])
+            return STEPS.number - 2 * 40
+
+        steps = [steps_of_trials() for _ in range(10)]
+        assert steps[0] > 0 and sum(steps) <= 120
+        model.compile(optimizers.Adam(0.01), "mse")  # a new choice
+        assert steps_of_trials() > 0
 
     def test_a_loss_without_targets(self):
         """Targets are zeros, which any inputs fit: learned means better than untrained."""
@@ -652,6 +671,21 @@ class TestTime:
             return layers.Rescaling(3.0)(made)
 
         assert 0 < self.steps_of_trials(residual, np.zeros((len(X), 64)), epochs=20) <= 120
+
+
+def test_the_time_of_trials():
+    """Half a minute and a tenth of the planned fit in all, no longer than the fit so far."""
+    now = 0.0
+    budget = Budget(lambda: now)
+    budget.planned = 5000
+    now = 100.0
+    assert budget.left(1000) == 30.0 + 50.0
+    assert budget.left(100) == 30.0 + 100.0  # a tenth of the plan is 500
+    with budget.measured():
+        now = 170.0
+    assert budget.left(1000) == 80.0 - 70.0
+    budget.planned = 0  # unknown: a tenth of the time so far
+    assert budget.left(1000) == 40.0 - 70.0
 
 
 class TestReplay:

@@ -9,7 +9,7 @@ LIMITS = {
     "times its size that a file may declare": "_files.formats.limits.MAX_EXPANSION",
     "seconds until a reader hangs": "_files.isolated.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
-    "seconds of trials of a run that has learned nothing": "_fit.divergence.MINUTE",
+    "seconds of trials": "_fit.divergence.SECONDS",
     "values of a chunk of the row search": "_fit.bad_data._CHUNK",
     "steps of a recording": "_recording.memory.MAX_STEPS",
     "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
