@@ -59,12 +59,17 @@ taken so far, and these seconds.
 
 
 class Divergence:
-    """Detects a diverged run in one fit."""
+    """Detects a diverged run in one fit.
+
+    Attributes:
+        enabled: whether it looks for a divergence.
+        schedule: when trials are worth their time; the next fit continues it.
+    """
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self._since = 0
-        self._schedule, self._budget = Schedule(), Budget()
+        self.schedule, self._budget = Schedule(), Budget()
         self._probation: Lost | None = None
         self._rollbacks = 0
 
@@ -74,8 +79,8 @@ class Divergence:
 
     def follow(self, earlier: Divergence, step: int) -> None:
         """Continue the schedule of an earlier fit, which ended at a step."""
-        self._schedule = earlier._schedule
-        self._schedule.begin_fit(step)
+        self.schedule = earlier.schedule
+        self.schedule.begin_fit(step)
 
     def has_window(self, step: int) -> bool:
         """Whether a window that ends at this step is long enough for a check."""
@@ -98,8 +103,8 @@ class Divergence:
         with run.optional("check for divergence"):
             if run.counts.rollbacks != self._rollbacks:
                 self._rollbacks = run.counts.rollbacks
-                self._schedule.restart()
-            if not (self._can_compare(run) and self._schedule.end_window(run, began)):
+                self.schedule.restart()
+            if not (self._can_compare(run) and self.schedule.end_window(run, began)):
                 return None
             if (seconds := self._budget.left(run.step)) <= 0.0:
                 return None
@@ -108,7 +113,7 @@ class Divergence:
             if isinstance(result, Lost):
                 self._probation = result
                 return result
-            self._schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
+            self.schedule.note(run.step, steps, result, run.recovery.lowering.diverged)
             return None
         self.disable()
         return None
@@ -121,7 +126,7 @@ class Divergence:
         """Begin the probation of the action, if one was done; return the step of the next check."""
         if self._probation is not None:
             _write(run, self._probation.settings)
-        self._schedule.restart()
+        self.schedule.restart()
         return self.next_look(run.step)
 
     def _can_compare(self, run: Run) -> bool:
