@@ -364,7 +364,7 @@ class NanGuard(keras.callbacks.Callback):
                 self._attached.warn_unless_begun()
                 self.session.check_end()
                 self.session.finish()
-                self._log.end(self.session.run.counts)
+                self._log.end(self.session.run.counts, self.session.run.recovery.rate_factor)
         finally:
             self._detach()
 

@@ -107,11 +107,15 @@ class GuardLog:
             with self.attempt("print a line"):
                 self.line(console.epoch_line(*seen))
 
-    def end(self, counts: Counts) -> None:
-        """Print the table at the end of a run, if there were incidents."""
+    def end(self, counts: Counts, rate_factor: float) -> None:
+        """Print the table at the end of a run, if there were incidents.
+
+        Args:
+            rate_factor: the learning rate as a multiple of the configured one.
+        """
         incidents, self._of_run = self._of_run, []
         if incidents and self.verbose:
-            head = console.closing_line(counts.totals, len(incidents), self._details)
+            head = console.closing_line(counts.totals, len(incidents), self._details, rate_factor)
             with self.attempt("print a table"):
                 self.line(closing_table.table_text(incidents, head))
 

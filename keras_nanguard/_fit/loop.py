@@ -62,7 +62,7 @@ def watching(session: Session) -> Iterator[None]:
     finally:
         try:
             log.line(log.bad_rows.line())
-            log.end(session.run.counts)
+            log.end(session.run.counts, session.run.recovery.rate_factor)
         finally:
             session.end()
 

@@ -48,7 +48,7 @@ from keras_nanguard._fit.snapshots import Snapshot
 from keras_nanguard._fit.trial import State, Trial, clearly_lower, trial, with_inputs_of
 from keras_nanguard._keras import optimizers as keras_optimizers
 
-BATCHES = 160
+BATCHES = 256
 """Maximum number of batches of a trial. The last quarter is held out."""
 
 TRIAL = 128

@@ -203,12 +203,17 @@ def incident_line(incident: Incident) -> str:
     return printable(f"NanGuard: {incident}")
 
 
-def closing_line(totals: Totals, incidents: int, details: str) -> str:
-    """Return the line at the end of a run with incidents."""
+def closing_line(totals: Totals, incidents: int, details: str, rate_factor: float) -> str:
+    """Return the line at the end of a run with incidents.
+
+    Args:
+        rate_factor: the learning rate as a multiple of the configured one.
+    """
     steps, refused = totals.steps or 0, totals.refused
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
     found = f"{counted}{totals.replayed}, {times(incidents, 'incident')}"
-    return f"NanGuard: {found}. Details: {details}"
+    rate = f" The learning rate ended at {rate_factor:.3g} times the configured rate."
+    return f"NanGuard: {found}.{'' if rate_factor == 1.0 else rate} Details: {details}"
 
 
 def summary(incidents: Sequence[Incident], totals: Totals) -> str:

@@ -126,3 +126,20 @@ def test_a_name_from_the_data():
     recorder = Recorder()
     recorder.sample(BadSample("scan\x1b[2J\r\n7.png", 7, "ab" * 32, 1, (3,), "3 NaN of 64 in x"))
     assert BadRows(recorder, None).line() == "NanGuard: 1 distinct bad row so far: scan\ufffd[2J 7.png"
+
+
+def test_the_rate_at_the_end(monkeypatch):
+    """The last line tells by how much the rate was lowered; nothing if it was not."""
+    import keras
+
+    x = 50 * np.random.default_rng(0).standard_normal((160, 4)).astype("float32")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    stream = Stream(False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    model.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=5, verbose=0, callbacks=[NanGuard()])
+    monkeypatch.undo()
+    (told,) = re.findall(r"ended at (\S+) times the configured rate\. Details", stream.getvalue())
+    assert float(told) == pytest.approx(float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)), rel=0.01)
+    assert "ended at" not in fitted(monkeypatch, False)
