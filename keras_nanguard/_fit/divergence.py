@@ -53,8 +53,8 @@ trial brought progress, but the loss of the run did not clearly fall afterwards.
 """
 
 SHARE, SECONDS = 0.1, 30.0
-"""Trials may take this share of the time of the planned fit in all, but no longer than the fit has
-taken so far, and these seconds.
+"""Trials that look for a divergence may take these seconds, and in addition this share of the time
+of the planned fit, but no longer than the fit has taken so far without them.
 """
 
 
@@ -188,7 +188,7 @@ def _write(run: Run, state: State) -> None:
 
 
 class Budget:
-    """The time that the trials of one fit may take.
+    """The time that the trials of one fit that look for a divergence may take.
 
     Args:
         clock: returns the time in seconds.

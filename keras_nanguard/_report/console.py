@@ -212,8 +212,9 @@ def closing_line(totals: Totals, incidents: int, details: str, rate_factor: floa
     steps, refused = totals.steps or 0, totals.refused
     counted = f"skipped {refused} of {steps} steps" if refused else times(steps, "step")
     found = f"{counted}{totals.replayed}, {times(incidents, 'incident')}"
-    rate = f" The learning rate ended at {rate_factor:.3g} times the configured rate."
-    return f"NanGuard: {found}.{'' if rate_factor == 1.0 else rate} Details: {details}"
+    lowered = f" The learning rate ended at {rate_factor:.3g} times the configured rate."
+    rate = "" if rate_factor == 1.0 else lowered
+    return f"NanGuard: {found}.{rate} Details: {details}"
 
 
 def summary(incidents: Sequence[Incident], totals: Totals) -> str:

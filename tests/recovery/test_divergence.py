@@ -642,7 +642,10 @@ class TestTime:
         noise = np.random.default_rng(0).normal(size=(len(X), 1))
         first, more = (self.steps_of_trials(self.regression, noise, rate=0.0, epochs=n) for n in (2, 8))
         assert 320 < first == more
-        set_limit("seconds of trials", -1e9)
+        set_limit("share of the time of trials", 0.0)
+        set_limit("seconds of trials", 1e-6)  # too little for a proof
+        assert 0 < self.steps_of_trials(self.regression, noise, rate=0.0, epochs=2) < 60
+        set_limit("seconds of trials", 0.0)
         assert self.steps_of_trials(self.regression, noise, rate=0.0, epochs=2) == 0
 
     def test_many_short_fits(self):

@@ -10,6 +10,7 @@ LIMITS = {
     "seconds until a reader hangs": "_files.isolated.STALL_SECONDS",
     "seconds until a reader is abandoned": "_files.isolated.EXIT_SECONDS",
     "seconds of trials": "_fit.divergence.SECONDS",
+    "share of the time of trials": "_fit.divergence.SHARE",
     "values of a chunk of the row search": "_fit.bad_data._CHUNK",
     "steps of a recording": "_recording.memory.MAX_STEPS",
     "seconds that a recording waits for a lock": "_recording.writer.LOCKED",
